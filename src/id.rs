@@ -39,10 +39,10 @@ fn parse_hex<const N: usize>(what: &'static str, text: &str) -> Result<[u8; N], 
 }
 
 macro_rules! random_id {
-    ($(#[$doc:meta])* $name:ident, $what:literal) => {
+    ($(#[$doc:meta])* $name:ident, $bytes:literal, $what:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-        pub struct $name(pub [u8; 16]);
+        pub struct $name(pub [u8; $bytes]);
 
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -67,25 +67,42 @@ macro_rules! random_id {
 
 random_id!(
     /// A cluster, drawn once by `cluster init`.
-    ClusterId, "cluster id"
+    ClusterId, 16, "cluster id"
 );
 random_id!(
-    /// One shard of one save. A second save of the same step has other shard ids.
-    ShardId, "shard id"
+    /// One shard of one save: the save's 12 bytes and the shard's number, big-endian. A second save of the same step has other shard ids.
+    ShardId, 16, "shard id"
 );
 random_id!(
     /// One attempt to write one checkpoint.
-    SaveId, "save id"
+    SaveId, 12, "save id"
 );
 random_id!(
     /// One archiving of one shard's stripe; part of the name of every piece file, so that pieces of two
     /// archivings never mix.
-    Attempt, "attempt"
+    Attempt, 16, "attempt"
 );
 random_id!(
     /// A lease that the catalogue granted; alive until the catalogue's clock says otherwise.
-    LeaseId, "lease id"
+    LeaseId, 16, "lease id"
 );
+
+impl ShardId {
+    /// Shard `index` of `save`. The number `u32::MAX` stands for the save itself, in places that file by shard.
+    pub fn new(save: SaveId, index: u32) -> Self {
+        let mut bytes = [0; 16];
+        bytes[..12].copy_from_slice(&save.0);
+        bytes[12..].copy_from_slice(&index.to_be_bytes());
+        Self(bytes)
+    }
+
+    /// The save that it belongs to.
+    pub fn save(self) -> SaveId {
+        let mut bytes = [0; 12];
+        bytes.copy_from_slice(&self.0[..12]);
+        SaveId(bytes)
+    }
+}
 
 /// A stripe: its shard and its place in it, from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -296,6 +313,9 @@ mod tests {
         }
         let id = ShardId([0xab; 16]);
         assert_eq!(id.to_string().parse(), Ok(id));
+        let save = SaveId([7; 12]);
+        assert_eq!(ShardId::new(save, 3).save(), save);
+        assert_ne!(ShardId::new(save, 3), ShardId::new(save, 4));
         assert!("AB".repeat(16).parse::<ShardId>().is_err());
     }
 

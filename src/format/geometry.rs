@@ -1,0 +1,158 @@
+//! How a shard's bytes are cut into stripes and blocks. Pure arithmetic; every length that comes from a record goes through here.
+
+use serde::{Deserialize, Serialize};
+
+use crate::kind::Kind;
+use crate::units::{BLOCK_ALIGN_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES};
+
+/// The most nodes or blocks that a code may have here.
+pub const MAX_N: usize = 32;
+
+/// The cut of one shard: `k` blocks of `block_bytes` a stripe, the last stripe shorter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Geometry {
+    /// Bytes of the shard.
+    pub len_bytes: u64,
+    /// Bytes of a block in every stripe but the last.
+    pub block_bytes: u64,
+    /// Blocks of a stripe.
+    pub k: u8,
+    /// Pieces of a stripe.
+    pub n: u8,
+}
+
+/// A record's numbers do not describe a shard.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} is {found}, expected {expected}: the record is damaged or of another version")]
+pub struct GeometryError {
+    /// Which number.
+    pub what: &'static str,
+    /// Its value.
+    pub found: u64,
+    /// What it may be.
+    pub expected: &'static str,
+}
+
+impl GeometryError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        Kind::Corrupt
+    }
+}
+
+/// The cut of one stripe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StripeCut {
+    /// Where in the shard the stripe begins.
+    pub offset_bytes: u64,
+    /// Real bytes of the stripe.
+    pub len_bytes: u64,
+    /// The padded length of each block and piece.
+    pub block_bytes: u64,
+    /// Blocks of the stripe.
+    pub k: u8,
+}
+
+impl Geometry {
+    /// Checks numbers that came from outside.
+    pub fn checked(len_bytes: u64, block_bytes: u64, n: u8, k: u8) -> Result<Self, GeometryError> {
+        let error = |what, found, expected| Err(GeometryError { what, found, expected });
+        if k == 0 || n <= k || usize::from(n) > MAX_N || n > 2 * k {
+            return error("n", n.into(), "k < n <= 2k, at most 32");
+        }
+        if block_bytes == 0 || block_bytes % GRAIN_BYTES != 0 || block_bytes > MAX_BLOCK_BYTES {
+            return error("block length", block_bytes, "a multiple of 64 KiB, at most 128 MiB");
+        }
+        if len_bytes.div_ceil(block_bytes * u64::from(k)) > u64::from(u32::MAX) {
+            return error("shard length", len_bytes, "fewer than 2^32 stripes");
+        }
+        Ok(Self { len_bytes, block_bytes, k, n })
+    }
+
+    /// Bytes of a full stripe.
+    pub fn stripe_bytes(&self) -> u64 {
+        self.block_bytes * u64::from(self.k)
+    }
+
+    /// How many stripes there are; none for an empty shard.
+    pub fn stripes(&self) -> u32 {
+        // `checked` keeps this below 2^32.
+        self.len_bytes.div_ceil(self.stripe_bytes()) as u32
+    }
+
+    /// The cut of stripe `index`; `None` past the end.
+    pub fn stripe(&self, index: u32) -> Option<StripeCut> {
+        let offset_bytes = u64::from(index) * self.stripe_bytes();
+        let rest = self.len_bytes.checked_sub(offset_bytes).filter(|&rest| rest > 0)?;
+        let len_bytes = rest.min(self.stripe_bytes());
+        let block_bytes = if len_bytes == self.stripe_bytes() {
+            self.block_bytes
+        } else {
+            len_bytes.div_ceil(self.k.into()).next_multiple_of(BLOCK_ALIGN_BYTES)
+        };
+        Some(StripeCut { offset_bytes, len_bytes, block_bytes, k: self.k })
+    }
+}
+
+impl StripeCut {
+    /// Where in the stripe block `block` (from 0) begins.
+    pub fn block_offset(&self, block: u8) -> u64 {
+        self.block_bytes * u64::from(block)
+    }
+
+    /// Real bytes of block `block`: shorter than the padded length at the end, 0 past it.
+    pub fn block_len(&self, block: u8) -> u64 {
+        self.len_bytes.saturating_sub(self.block_offset(block)).min(self.block_bytes)
+    }
+
+    /// Grains of a piece of this stripe.
+    pub fn grains(&self) -> u64 {
+        crate::units::grains(self.block_bytes)
+    }
+
+    /// Bytes of grain `grain` of a piece; the last may be short.
+    pub fn grain_len(&self, grain: u64) -> u64 {
+        self.block_bytes.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry(len: u64) -> Geometry {
+        Geometry::checked(len, 128 * 1024, 16, 11).unwrap()
+    }
+
+    #[test]
+    fn every_byte_lies_in_exactly_one_block() {
+        let full = geometry(1).stripe_bytes();
+        for len in [0, 1, 127, 128, 129, 65_535, full - 1, full, full + 1, 3 * full + 77_777] {
+            let cut = geometry(len);
+            let mut next = 0;
+            for index in 0..cut.stripes() {
+                let stripe = cut.stripe(index).unwrap();
+                assert_eq!(stripe.block_bytes % BLOCK_ALIGN_BYTES, 0);
+                for block in 0..11 {
+                    let bytes = stripe.block_len(block);
+                    if bytes > 0 {
+                        assert_eq!(stripe.offset_bytes + stripe.block_offset(block), next);
+                    }
+                    next += bytes;
+                }
+            }
+            assert_eq!(next, len);
+            assert!(cut.stripe(cut.stripes()).is_none());
+        }
+    }
+
+    #[test]
+    fn numbers_from_outside_are_checked() {
+        for (len, block, n, k) in
+            [(1, 0, 16, 11), (1, 65_537, 16, 11), (1, 1 << 28, 16, 11), (1, 65_536, 11, 11),
+             (1, 65_536, 5, 2), (1, 65_536, 4, 0), (1, 65_536, 40, 30), (u64::MAX, 65_536, 4, 2)]
+        {
+            assert!(Geometry::checked(len, block, n, k).is_err(), "{len} {block} {n} {k}");
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Which node holds which position of which stripe: a pure function of the shard's ring, so that a record which
+//! names at most 128 nodes places any number of stripes.
+//!
+//! Promises: n distinct nodes; the two replicas of a block in different failure domains where the ring allows it; domains used
+//! evenly within a stripe; positions rotate over stripes, so that load spreads. Where a replica really lies may
+//! differ (a node was down): the stripe record's places say so, and the file found there decides.
+
+use std::collections::HashMap;
+
+use crate::format::records::{MAX_RING, Node, RingNode};
+use crate::id::NodeId;
+use crate::kind::Kind;
+
+/// There are not enough nodes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{have} nodes are live, the code needs {need}: start more nodes, or configure a smaller code")]
+pub struct PlacementError {
+    /// How many are wanted.
+    pub need: usize,
+    /// How many there are.
+    pub have: usize,
+}
+
+impl PlacementError {
+    /// Nodes may come back.
+    pub fn kind(&self) -> Kind {
+        Kind::Unavailable
+    }
+}
+
+/// The ring of a new shard: the given nodes, domains interleaved, at most [`MAX_RING`] of them.
+///
+/// `turn` rotates the ring, so that many small shards do not all begin on the same node.
+pub fn ring(nodes: &[Node], turn: u64) -> Vec<RingNode> {
+    let mut domains: Vec<(&str, &str)> =
+        nodes.iter().map(|node| (node.zone.as_str(), node.rack.as_str())).collect();
+    domains.sort_unstable();
+    domains.dedup();
+    let mut members: Vec<Vec<NodeId>> = vec![Vec::new(); domains.len()];
+    for node in nodes {
+        if let Ok(domain) = domains.binary_search(&(node.zone.as_str(), node.rack.as_str())) {
+            members[domain].push(NodeId::of(&node.name));
+        }
+    }
+    members.iter_mut().for_each(|ids| ids.sort_unstable());
+    let mut ring: Vec<RingNode> = Vec::with_capacity(nodes.len());
+    for round in 0..nodes.len() {
+        for (domain, ids) in members.iter().enumerate() {
+            if let Some(&node) = ids.get(round) {
+                ring.push(RingNode { node, domain: domain as u16 });
+            }
+        }
+    }
+    if !ring.is_empty() {
+        let turn = (turn % ring.len() as u64) as usize;
+        ring.rotate_left(turn);
+    }
+    ring.truncate(MAX_RING);
+    ring
+}
+
+/// The nodes of stripe `index`, one a position, for an (n, k) code in the standard layout.
+pub fn place(ring: &[RingNode], n: usize, k: usize, index: u32) -> Result<Vec<NodeId>, PlacementError> {
+    if ring.len() < n {
+        return Err(PlacementError { need: n, have: ring.len() });
+    }
+    let start = index as usize % ring.len();
+    let rotated: Vec<RingNode> =
+        ring[start..].iter().chain(&ring[..start]).copied().collect();
+    let mut taken = vec![false; rotated.len()];
+    let mut used: HashMap<u16, usize> = HashMap::new();
+    let mut placed: Vec<RingNode> = Vec::with_capacity(n);
+    for position in 0..n {
+        // Position p shares block p-(n-k) with position p-(n-k): the pair that one domain must not hold.
+        let twin = position.checked_sub(n - k).map(|twin| placed[twin].domain);
+        let cost = |at: &usize| {
+            let domain = rotated[*at].domain;
+            (twin == Some(domain), used.get(&domain).copied().unwrap_or(0), *at)
+        };
+        let Some(best) = (0..rotated.len()).filter(|&at| !taken[at]).min_by_key(cost) else {
+            return Err(PlacementError { need: n, have: ring.len() });
+        };
+        taken[best] = true;
+        *used.entry(rotated[best].domain).or_default() += 1;
+        placed.push(rotated[best]);
+    }
+    Ok(placed.into_iter().map(|member| member.node).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes(count: usize, racks: usize) -> Vec<Node> {
+        (0..count)
+            .map(|i| Node {
+                name: format!("n{i}").parse().unwrap(),
+                address: format!("h{i}:7440"),
+                zone: String::new(),
+                rack: format!("r{}", i % racks),
+                storage: true,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_twins_of_a_block_lie_in_different_domains() {
+        for (n, k) in [(16, 11), (14, 10), (12, 8), (6, 4), (4, 2)] {
+            for racks in [2, 3, 4, 5, 8, n] {
+                let ring = ring(&nodes(n.max(racks) + 3, racks), 5);
+                let domain: HashMap<NodeId, u16> =
+                    ring.iter().map(|member| (member.node, member.domain)).collect();
+                for stripe in 0..40 {
+                    let places = place(&ring, n, k, stripe).unwrap();
+                    let distinct: std::collections::HashSet<_> = places.iter().collect();
+                    assert_eq!(distinct.len(), n);
+                    let split = (0..k).filter(|&j| domain[&places[j]] != domain[&places[j + n - k]]);
+                    let shared = k - split.count();
+                    assert!(shared <= usize::from(racks == 2), "({n},{k}) {racks} racks: {shared}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn positions_rotate_over_all_nodes() {
+        let ring = ring(&nodes(20, 20), 0);
+        let mut heads: Vec<NodeId> =
+            (0..20).map(|stripe| place(&ring, 16, 11, stripe).unwrap()[0]).collect();
+        heads.sort_unstable();
+        heads.dedup();
+        assert_eq!(heads.len(), 20);
+    }
+
+    #[test]
+    fn too_few_nodes_are_refused() {
+        let ring = ring(&nodes(15, 3), 0);
+        assert_eq!(place(&ring, 16, 11, 0), Err(PlacementError { need: 16, have: 15 }));
+        assert!(super::ring(&[], 3).is_empty());
+    }
+}

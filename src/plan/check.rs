@@ -1,0 +1,273 @@
+//! The symbolic check: unit vectors are pushed through a plan and compared with the generator. It runs before every
+//! plan runs, and gives each stream's vector, from which the fingerprints on every edge follow.
+
+use std::collections::HashMap;
+
+use super::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, Plan, StreamNo};
+use crate::code::Code;
+use crate::gf::field;
+use crate::kind::Kind;
+
+/// A plan that must not run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// A number is out of its bounds.
+    #[error("hop {hop}: {what}")]
+    Shape {
+        /// Index of the hop.
+        hop: usize,
+        /// What is out of bounds.
+        what: &'static str,
+    },
+    /// A stream has not exactly one sender and one receiver over one range.
+    #[error("stream {stream} {what}")]
+    Stream {
+        /// The stream.
+        stream: StreamNo,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// Hops wait for each other in a circle.
+    #[error("the hops wait for each other in a circle")]
+    Cycle,
+    /// A result is not what the code says.
+    #[error("hop {hop} would make {output:?} as {found:?} of the blocks, the code says {expected:?}")]
+    Wrong {
+        /// Index of the hop.
+        hop: usize,
+        /// Which output.
+        output: Output,
+        /// What the plan makes of the blocks.
+        found: Vec<u8>,
+        /// What it has to make.
+        expected: Vec<u8>,
+    },
+    /// A piece or block is not made exactly once over its whole length.
+    #[error("{output:?} is not made exactly once over all {grains} grains")]
+    Coverage {
+        /// Which output.
+        output: Output,
+        /// Its length.
+        grains: u64,
+    },
+}
+
+impl PlanError {
+    /// A plan is made by us; a wrong one is a defect.
+    pub fn kind(&self) -> Kind {
+        Kind::Internal
+    }
+}
+
+/// What a checked plan computes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Checked {
+    /// For each stream its combination of the k blocks.
+    pub streams: HashMap<StreamNo, Vec<u8>>,
+}
+
+/// What the plan is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Goal<'a> {
+    /// All n pieces stored or kept, over the whole stripe.
+    Archive,
+    /// These blocks delivered, over any one range.
+    Read(&'a [u8]),
+}
+
+/// Proves that `plan` makes what `goal` asks for, under `code`.
+pub fn check(plan: &Plan, code: &Code, goal: Goal<'_>) -> Result<Checked, PlanError> {
+    check_shape(plan, code)?;
+    let order = order(plan)?;
+    let streams = evaluate(plan, code, &order)?;
+    check_goal(plan, code, goal)?;
+    Ok(Checked { streams })
+}
+
+fn check_shape(plan: &Plan, code: &Code) -> Result<(), PlanError> {
+    let shape = |hop, what| Err(PlanError::Shape { hop, what });
+    if plan.hops.len() > MAX_HOPS {
+        return shape(plan.hops.len(), "too many hops");
+    }
+    for (index, hop) in plan.hops.iter().enumerate() {
+        if hop.inputs.is_empty() || hop.outputs.is_empty() {
+            return shape(index, "no input or no output");
+        }
+        if hop.inputs.len() > MAX_HOP_EDGES || hop.outputs.len() > MAX_HOP_EDGES {
+            return shape(index, "too many inputs or outputs");
+        }
+        if hop.matrix.len() != hop.outputs.len()
+            || hop.matrix.iter().any(|row| row.len() != hop.inputs.len())
+        {
+            return shape(index, "the matrix does not fit the inputs and outputs");
+        }
+        if hop.grains.0 >= hop.grains.1 || hop.grains.1 > plan.cut.grains() {
+            return shape(index, "the range of grains is empty or past the end");
+        }
+        let block = |j: u8| usize::from(j) < code.k();
+        let piece = |i: u8| usize::from(i) < code.n();
+        let inputs = hop.inputs.iter().all(|input| match *input {
+            Input::Block(j) => block(j),
+            Input::Piece(i) => piece(i),
+            Input::Stream(_) => true,
+        });
+        let outputs = hop.outputs.iter().all(|output| match *output {
+            Output::Deliver(j) => block(j),
+            Output::Store(i) => piece(i),
+            Output::Stream(_) => true,
+        });
+        if !inputs || !outputs {
+            return shape(index, "a block or piece that the code does not have");
+        }
+    }
+    Ok(())
+}
+
+/// Hops in an order in which every stream is made before it is read.
+fn order(plan: &Plan) -> Result<Vec<usize>, PlanError> {
+    let mut sender: HashMap<StreamNo, usize> = HashMap::new();
+    let mut receiver: HashMap<StreamNo, usize> = HashMap::new();
+    for (index, hop) in plan.hops.iter().enumerate() {
+        for output in &hop.outputs {
+            if let Output::Stream(stream) = *output
+                && sender.insert(stream, index).is_some()
+            {
+                return Err(PlanError::Stream { stream, what: "is sent twice" });
+            }
+        }
+        for input in &hop.inputs {
+            if let Input::Stream(stream) = *input
+                && receiver.insert(stream, index).is_some()
+            {
+                return Err(PlanError::Stream { stream, what: "is received twice" });
+            }
+        }
+    }
+    for (&stream, &from) in &sender {
+        let Some(&to) = receiver.get(&stream) else {
+            return Err(PlanError::Stream { stream, what: "is sent but not received" });
+        };
+        if plan.hops[from].grains != plan.hops[to].grains {
+            return Err(PlanError::Stream { stream, what: "has ends of different range" });
+        }
+    }
+    if let Some(&stream) = receiver.keys().find(|stream| !sender.contains_key(stream)) {
+        return Err(PlanError::Stream { stream, what: "is received but not sent" });
+    }
+    let mut waiting: Vec<usize> = plan
+        .hops
+        .iter()
+        .map(|hop| hop.inputs.iter().filter(|input| matches!(input, Input::Stream(_))).count())
+        .collect();
+    let mut ready: Vec<usize> = (0..waiting.len()).filter(|&hop| waiting[hop] == 0).collect();
+    let mut order = Vec::with_capacity(waiting.len());
+    while let Some(index) = ready.pop() {
+        order.push(index);
+        for output in &plan.hops[index].outputs {
+            if let Output::Stream(stream) = output {
+                let to = receiver[stream];
+                waiting[to] -= 1;
+                if waiting[to] == 0 {
+                    ready.push(to);
+                }
+            }
+        }
+    }
+    if order.len() == plan.hops.len() { Ok(order) } else { Err(PlanError::Cycle) }
+}
+
+fn unit(k: usize, j: u8) -> Vec<u8> {
+    (0..k).map(|at| u8::from(at == usize::from(j))).collect()
+}
+
+fn evaluate(
+    plan: &Plan,
+    code: &Code,
+    order: &[usize],
+) -> Result<HashMap<StreamNo, Vec<u8>>, PlanError> {
+    let k = code.k();
+    let mut streams: HashMap<StreamNo, Vec<u8>> = HashMap::new();
+    for &index in order {
+        let hop = &plan.hops[index];
+        let inputs: Vec<Vec<u8>> = hop
+            .inputs
+            .iter()
+            .map(|input| match *input {
+                Input::Block(j) => unit(k, j),
+                Input::Piece(i) => code.generator().row(i.into()).to_vec(),
+                Input::Stream(stream) => streams[&stream].clone(),
+            })
+            .collect();
+        for (output, row) in hop.outputs.iter().zip(&hop.matrix) {
+            let mut found = vec![0; k];
+            for (input, &coefficient) in inputs.iter().zip(row) {
+                for (sum, &value) in found.iter_mut().zip(input) {
+                    *sum ^= field::mul(coefficient, value);
+                }
+            }
+            let expected = match *output {
+                Output::Stream(stream) => {
+                    streams.insert(stream, found);
+                    continue;
+                }
+                Output::Store(i) => code.generator().row(i.into()).to_vec(),
+                Output::Deliver(j) => unit(k, j),
+            };
+            if found != expected {
+                return Err(PlanError::Wrong { hop: index, output: *output, found, expected });
+            }
+        }
+    }
+    Ok(streams)
+}
+
+fn check_goal(plan: &Plan, code: &Code, goal: Goal<'_>) -> Result<(), PlanError> {
+    let whole = plan.cut.grains();
+    let ranges = |wanted: Output| {
+        let mut ranges: Vec<(u64, u64)> = plan
+            .hops
+            .iter()
+            .flat_map(|hop| hop.outputs.iter().map(move |output| (*output, hop.grains)))
+            .filter(|(output, _)| *output == wanted)
+            .map(|(_, grains)| grains)
+            .collect();
+        ranges.sort_unstable();
+        ranges
+    };
+    match goal {
+        Goal::Archive => {
+            for piece in 0..code.n() as u8 {
+                let output = Output::Store(piece);
+                let coverage = PlanError::Coverage { output, grains: whole };
+                let stored = ranges(output);
+                let kept = plan.kept.iter().filter(|(kept, _)| *kept == piece).count();
+                if kept == 1 && stored.is_empty() {
+                    let row = code.generator().row(piece.into());
+                    if usize::from(piece) < code.k() && row == unit(code.k(), piece) {
+                        continue;
+                    }
+                    return Err(coverage);
+                }
+                let end = stored.iter().try_fold(0, |end, &(from, to)| (from == end).then_some(to));
+                let home = plan.home(piece);
+                let elsewhere = plan
+                    .hops
+                    .iter()
+                    .any(|hop| hop.outputs.contains(&output) && hop.node != home);
+                if kept != 0 || end != Some(whole) || home.is_none() || elsewhere {
+                    return Err(coverage);
+                }
+            }
+        }
+        Goal::Read(blocks) => {
+            for &block in blocks {
+                let output = Output::Deliver(block);
+                if ranges(output).len() != 1 {
+                    return Err(PlanError::Coverage { output, grains: whole });
+                }
+            }
+        }
+    }
+    Ok(())
+}

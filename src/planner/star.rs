@@ -1,0 +1,166 @@
+//! Stars: one node (or one a range) gathers k blocks and makes the n-k parity pieces of the classical code.
+//!
+//! Pieces 1..k are one replica of each block, left where it is. Three variants:
+//! - *naive* (the paper's baseline): the coder fetches all k blocks whatever it holds, and keeps one parity piece;
+//! - *best*: the coder sits on a node with two blocks, fetches the others and keeps one parity piece (9 down, 4 up at (16,11));
+//! - *striped*: the coder rotates over ranges of grains.
+
+use super::{PlannerError, Subject};
+use crate::code::Code;
+use crate::plan::{Hop, Input, Output, Plan, StreamNo};
+
+/// Which position codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Coder(pub usize);
+
+/// Where the k systematic pieces stay and the n-k parity pieces go.
+struct Homes {
+    /// Position whose replica of block j stays as piece j.
+    kept: Vec<usize>,
+    /// Position that stores parity piece k+i.
+    parity: Vec<usize>,
+}
+
+/// Each block keeps the replica at its first holder that is free, walking so that the wanted parity home stays free.
+fn homes(n: usize, k: usize, coder: Option<usize>) -> Homes {
+    let step = n - k;
+    // Blocks whose first holder is `coder` (or follows from such a move) keep their second holder instead.
+    let mut taken = vec![false; n];
+    if let Some(coder) = coder {
+        taken[coder] = true;
+    }
+    let kept: Vec<usize> = (0..k)
+        .map(|block| {
+            let home = if taken[block] { block + step } else { block };
+            taken[home] = true;
+            home
+        })
+        .collect();
+    let mut parity: Vec<usize> = coder.into_iter().collect();
+    parity.extend((0..n).filter(|&position| !taken[position]));
+    parity.truncate(step);
+    Homes { kept, parity }
+}
+
+struct Builder<'a> {
+    subject: Subject<'a>,
+    hops: Vec<Hop>,
+    next_stream: StreamNo,
+}
+
+impl Builder<'_> {
+    fn stream(&mut self) -> StreamNo {
+        self.next_stream += 1;
+        self.next_stream - 1
+    }
+
+    /// A coder at position `at` that makes all parity over `grains`; blocks in `local` are read there, the others fetched.
+    fn coder(&mut self, at: usize, homes: &Homes, grains: (u64, u64), local: &[usize]) {
+        let (n, k) = (self.subject.code.n(), self.subject.code.k());
+        let places = self.subject.places;
+        let mut inputs = Vec::with_capacity(k);
+        for block in 0..k {
+            if local.contains(&block) {
+                inputs.push(Input::Block(block as u8));
+                continue;
+            }
+            let stream = self.stream();
+            inputs.push(Input::Stream(stream));
+            // Reads go to the replica that stays; it is the one that is read back anyway.
+            self.hops.push(Hop {
+                node: Some(places[homes.kept[block]]),
+                grains,
+                inputs: vec![Input::Block(block as u8)],
+                outputs: vec![Output::Stream(stream)],
+                matrix: vec![vec![1]],
+            });
+        }
+        let mut outputs = Vec::with_capacity(n - k);
+        let mut matrix = Vec::with_capacity(n - k);
+        for (parity, &home) in homes.parity.iter().enumerate() {
+            let piece = (k + parity) as u8;
+            matrix.push(self.subject.code.generator().row(k + parity).to_vec());
+            if home == at {
+                outputs.push(Output::Store(piece));
+                continue;
+            }
+            let stream = self.stream();
+            outputs.push(Output::Stream(stream));
+            self.hops.push(Hop {
+                node: Some(places[home]),
+                grains,
+                inputs: vec![Input::Stream(stream)],
+                outputs: vec![Output::Store(piece)],
+                matrix: vec![vec![1]],
+            });
+        }
+        self.hops.push(Hop { node: Some(places[at]), grains, inputs, outputs, matrix });
+    }
+
+    fn finish(self, homes: &Homes) -> Plan {
+        let Subject { stripe, attempt, cut, places, code } = self.subject;
+        let kept = homes.kept.iter().enumerate();
+        Plan {
+            stripe,
+            attempt,
+            code: code.id(),
+            cut,
+            hops: self.hops,
+            kept: kept.map(|(piece, &position)| (piece as u8, places[position])).collect(),
+        }
+    }
+}
+
+fn builder<'a>(subject: &Subject<'a>) -> Result<Builder<'a>, PlannerError> {
+    if !matches!(subject.code, Code::Rs(_)) {
+        return Err(PlannerError::Code { plan: "star", code: subject.code.name() });
+    }
+    subject.check_places()?;
+    Ok(Builder { subject: *subject, hops: Vec::new(), next_stream: 0 })
+}
+
+/// The paper's baseline. `coder` is the index of the parity node that codes, from 0; it wraps.
+pub fn naive_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
+    let mut builder = builder(subject)?;
+    let homes = homes(subject.code.n(), subject.code.k(), None);
+    let at = homes.parity[coder % homes.parity.len()];
+    builder.coder(at, &homes, (0, subject.cut.grains()), &[]);
+    Ok(builder.finish(&homes))
+}
+
+/// Positions that hold two blocks, where a best star's coder may sit.
+fn two_block_positions(n: usize, k: usize) -> std::ops::Range<usize> {
+    // Position p holds blocks p and p-(n-k). With n = 2k no position holds two; the coder then has one.
+    if n - k < k { n - k..k } else { 0..k }
+}
+
+/// The coder on a node that has two blocks; `coder` picks among those, from 0; it wraps.
+pub fn best_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
+    let mut builder = builder(subject)?;
+    let (n, k) = (subject.code.n(), subject.code.k());
+    let choices = two_block_positions(n, k);
+    let at = choices.start + coder % choices.len();
+    let homes = homes(n, k, Some(at));
+    let local: Vec<usize> = [Some(at), at.checked_sub(n - k)].into_iter().flatten().collect();
+    builder.coder(at, &homes, (0, subject.cut.grains()), &local);
+    Ok(builder.finish(&homes))
+}
+
+/// The coder rotates over the positions, one range of grains each.
+pub fn striped_star(subject: &Subject<'_>) -> Result<Plan, PlannerError> {
+    let mut builder = builder(subject)?;
+    let (n, k) = (subject.code.n(), subject.code.k());
+    let homes = homes(n, k, None);
+    let grains = subject.cut.grains();
+    let parts = (n as u64).min(grains);
+    for part in 0..parts {
+        let range = (grains * part / parts, grains * (part + 1) / parts);
+        let at = part as usize;
+        let local: Vec<usize> = [Some(at).filter(|&block| block < k), at.checked_sub(n - k)]
+            .into_iter()
+            .flatten()
+            .collect();
+        builder.coder(at, &homes, range, &local);
+    }
+    Ok(builder.finish(&homes))
+}

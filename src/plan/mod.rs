@@ -112,9 +112,10 @@ impl Plan {
         traffic
     }
 
-    /// The nodes that run hops, each once, in node-id order: the order of admission.
+    /// The nodes that run hops or keep pieces, each once, in node-id order: the order of admission.
     pub fn nodes(&self) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = self.hops.iter().filter_map(|hop| hop.node).collect();
+        nodes.extend(self.kept.iter().map(|(_, node)| *node));
         nodes.sort_unstable();
         nodes.dedup();
         nodes

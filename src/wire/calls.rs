@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::order::{Order, RunReport};
 use super::{Call, NodeAddress, Who};
 use crate::code::CodeId;
+use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
 use crate::id::{
     Attempt, ClusterId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
@@ -500,23 +501,6 @@ pub enum RecordName {
     },
     /// A shard's commit mark.
     Mark,
-}
-
-/// Which data file of a stripe.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum FileName {
-    /// The replica of a block.
-    Replica {
-        /// The block, from 0.
-        block: u8,
-    },
-    /// A piece.
-    Piece {
-        /// The piece, from 0.
-        piece: u8,
-        /// Its attempt.
-        attempt: Attempt,
-    },
 }
 
 /// Comes behind the bytes of [`PutBlock`].

@@ -1,0 +1,114 @@
+//! Keys, and typed reads and writes of the catalogue's records.
+
+use super::{Catalogue, CatalogueError, SetOutcome};
+use crate::format::records::Record;
+use crate::id::{Job, SaveId, ShardId, Step};
+
+/// Prefix of the nodes' records.
+pub const NODES: &str = "n/";
+/// Prefix of the checkpoints' records.
+pub const CHECKPOINTS: &str = "c/";
+
+/// Key of a step; steps of a job sort by number.
+pub fn checkpoint_key(job: &Job, step: Step) -> String {
+    format!("{CHECKPOINTS}{job}/{:020}", step.0)
+}
+
+/// Job and step of a checkpoint's key.
+pub fn parse_checkpoint_key(key: &str) -> Option<(Job, Step)> {
+    let (job, step) = key.strip_prefix(CHECKPOINTS)?.rsplit_once('/')?;
+    Some((job.parse().ok()?, step.parse().ok()?))
+}
+
+/// Prefix of the shard roots of a save.
+pub fn roots_prefix(save: SaveId) -> String {
+    format!("s/{save}/")
+}
+
+/// Key of a shard's root.
+pub fn root_key(save: SaveId, index: u32) -> String {
+    format!("s/{save}/{index:08x}")
+}
+
+/// Key of a shard's state.
+pub fn state_key(shard: ShardId) -> String {
+    format!("t/{shard}")
+}
+
+/// Opens a record.
+pub fn parse<R: Record>(key: &str, value: &[u8]) -> Result<R, CatalogueError> {
+    R::parse(value)
+        .map_err(|error| CatalogueError::Record { key: key.to_owned(), reason: error.to_string() })
+}
+
+/// Reads a record and its revision.
+pub async fn read<R: Record>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+) -> Result<Option<(R, u64)>, CatalogueError> {
+    let entry = catalogue.get(key).await?;
+    entry.map(|entry| Ok((parse(key, &entry.value)?, entry.revision))).transpose()
+}
+
+/// How a typed compare-and-set ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Written<R> {
+    /// Done; the new revision.
+    Set(u64),
+    /// Not as expected; what the key is now.
+    Other(Option<(R, u64)>),
+}
+
+/// Writes a record by compare-and-set.
+pub async fn write<R: Record>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    expected: Option<u64>,
+    record: &R,
+) -> Result<Written<R>, CatalogueError> {
+    let value = record
+        .to_bytes()
+        .map_err(|error| CatalogueError::Record { key: key.to_owned(), reason: error.to_string() })?;
+    match catalogue.set(key, expected, Some(value)).await? {
+        SetOutcome::Set(revision) => Ok(Written::Set(revision)),
+        SetOutcome::Other(entry) => {
+            let now = entry.map(|entry| Ok((parse(key, &entry.value)?, entry.revision)));
+            Ok(Written::Other(now.transpose()?))
+        }
+    }
+}
+
+/// Changes a record by read, `change`, compare-and-set, again when somebody else came first. `change` returns `None` to leave it.
+///
+/// An answer that was lost is repeated by reading first: `change` must leave a record alone that it has already changed.
+pub async fn update<R: Record + Default + Clone, E: From<CatalogueError>>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    mut change: impl FnMut(R) -> Result<Option<R>, E>,
+) -> Result<R, E> {
+    let mut current: Option<(R, u64)> = read(catalogue, key).await?;
+    loop {
+        let before = current.as_ref().map(|(record, _)| record.clone()).unwrap_or_default();
+        let Some(after) = change(before.clone())? else { return Ok(before) };
+        let expected = current.map(|(_, revision)| revision);
+        match write(catalogue, key, expected, &after).await? {
+            Written::Set(_) => return Ok(after),
+            Written::Other(now) => current = now,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checkpoint_keys_sort_by_step_and_parse_back() {
+        let job: Job = "a.b-c".parse().unwrap();
+        let keys: Vec<String> =
+            [9, 10, u64::MAX].iter().map(|&step| checkpoint_key(&job, Step(step))).collect();
+        assert!(keys.is_sorted());
+        assert_eq!(parse_checkpoint_key(&keys[1]), Some((job, Step(10))));
+        assert_eq!(parse_checkpoint_key("c/x"), None);
+    }
+}

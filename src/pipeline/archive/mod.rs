@@ -1,0 +1,282 @@
+//! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas into n proven pieces
+//! (docs/semantics.md, section 4).
+//!
+//! Split by idea: [`shard`] owns a shard and commits stripes; [`stripe`] archives one; [`orders`] turns a plan into orders and
+//! proofs into verdicts; [`replicas`] makes missing replicas again.
+
+mod orders;
+mod replicas;
+mod shard;
+mod stripe;
+
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use tokio::sync::mpsc;
+
+use super::records::RecordsError;
+use crate::catalogue::records::{checkpoint_key, parse, read, roots_prefix};
+use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
+use crate::clock::Clock;
+use crate::entropy::Entropy;
+use crate::format::records::{Checkpoint, ShardRoot, StripeState};
+use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, Step, StripeId};
+use crate::kind::Kind;
+use crate::net::call::{CallError, Caller};
+use crate::plan::check::PlanError;
+use crate::planner::PlannerError;
+use crate::topology::Directory;
+use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
+use shard::OwnedShard;
+
+/// Stripes archived at once unless the caller says otherwise.
+const DEFAULT_PARALLEL: usize = 4;
+/// The most that a caller may ask for.
+const MAX_PARALLEL: usize = 64;
+
+/// Archiving stopped. What was committed before stays; running it again goes on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArchiveError {
+    /// There is no such step.
+    #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
+    NotFound {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+    },
+    /// Another coordinator has the shard.
+    #[error("shard {shard} is being archived by node {owner}: wait for it, or for its lease to end")]
+    Owned {
+        /// The shard's name.
+        shard: String,
+        /// The owner.
+        owner: String,
+    },
+    /// Somebody took the shard from us, or it is being removed.
+    #[error("shard {shard} has gone to a newer owner, or is being removed: stopped")]
+    Fenced {
+        /// The shard's name.
+        shard: String,
+    },
+    /// The code has no plan of the kind.
+    #[error("no certified code for n={n}, k={k}: `rapidraid code list` shows the ones there are")]
+    NoCode {
+        /// n.
+        n: u8,
+        /// k.
+        k: u8,
+    },
+    /// A stripe lacks a node and no spare exists.
+    #[error("stripe {stripe}: {missing}, and no spare node is live; it waits as replicas until a node is back")]
+    NoSpare {
+        /// The stripe.
+        stripe: StripeId,
+        /// What is missing where.
+        missing: String,
+    },
+    /// A stripe could not be archived in several tries.
+    #[error("stripe {stripe} was not archived after {tries} tries: {last}. Its replicas are untouched; run it again")]
+    Stripe {
+        /// The stripe.
+        stripe: StripeId,
+        /// How often.
+        tries: u32,
+        /// The last failure.
+        last: String,
+        /// Its kind.
+        kind: Kind,
+    },
+    /// Pieces do not prove.
+    #[error("stripe {stripe}: {what} is not what the code says; nothing was dropped")]
+    Unproven {
+        /// The stripe.
+        stripe: StripeId,
+        /// Which piece, where.
+        what: String,
+    },
+    /// A block has no good replica left.
+    #[error("stripe {stripe}: no good replica of block {block} is left on its nodes")]
+    BlockLost {
+        /// The stripe.
+        stripe: StripeId,
+        /// The block, from 1.
+        block: u32,
+    },
+    /// A plan is wrong: a defect.
+    #[error("stripe {stripe}: the plan fails its check: {source}")]
+    Plan {
+        /// The stripe.
+        stripe: StripeId,
+        /// Why.
+        source: PlanError,
+    },
+    /// No plan of that kind.
+    #[error(transparent)]
+    Planner(#[from] PlannerError),
+    /// The catalogue failed.
+    #[error(transparent)]
+    Catalogue(#[from] CatalogueError),
+    /// Records are missing.
+    #[error(transparent)]
+    Records(#[from] RecordsError),
+    /// A call failed.
+    #[error(transparent)]
+    Call(#[from] CallError),
+    /// A record cannot be written or read.
+    #[error("{0}")]
+    Format(String),
+}
+
+impl ArchiveError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            ArchiveError::NotFound { .. } => Kind::NotFound,
+            ArchiveError::Owned { .. } => Kind::Exists,
+            ArchiveError::Fenced { .. } => Kind::Fenced,
+            ArchiveError::NoCode { .. } => Kind::Invalid,
+            ArchiveError::NoSpare { .. } => Kind::Unavailable,
+            ArchiveError::Stripe { kind, .. } => *kind,
+            ArchiveError::Unproven { .. } => Kind::Corrupt,
+            ArchiveError::BlockLost { .. } => Kind::Lost,
+            ArchiveError::Plan { .. } => Kind::Internal,
+            ArchiveError::Planner(error) => error.kind(),
+            ArchiveError::Catalogue(error) => error.kind(),
+            ArchiveError::Records(error) => error.kind(),
+            ArchiveError::Call(error) => error.kind(),
+            ArchiveError::Format(_) => Kind::Corrupt,
+        }
+    }
+}
+
+/// Archives on behalf of one daemon.
+#[derive(Clone)]
+pub struct Coordinator {
+    /// The cluster.
+    pub cluster: ClusterId,
+    /// The daemon's node.
+    pub me: NodeId,
+    /// The catalogue.
+    pub catalogue: Arc<dyn Catalogue>,
+    /// Calls to nodes.
+    pub caller: Arc<Caller>,
+    /// Time.
+    pub clock: Arc<dyn Clock>,
+    /// Names of attempts and runs.
+    pub entropy: Arc<dyn Entropy>,
+}
+
+/// What an archiving has to say while it runs. Lost when nobody listens; the work goes on.
+pub type Events = mpsc::Sender<ArchiveEvent>;
+
+/// The shard roots of a save, in order.
+pub async fn shard_roots(
+    catalogue: &dyn Catalogue,
+    save: SaveId,
+) -> Result<Vec<ShardRoot>, CatalogueError> {
+    let prefix = roots_prefix(save);
+    let mut roots = Vec::new();
+    let mut after: Option<String> = None;
+    loop {
+        let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
+        let Some((last, _)) = page.last() else { return Ok(roots) };
+        after = Some(last.clone());
+        for (key, entry) in &page {
+            roots.push(parse::<ShardRoot>(key, &entry.value)?);
+        }
+    }
+}
+
+impl Coordinator {
+    /// The registered nodes, now.
+    pub async fn directory(&self) -> Result<Directory, CatalogueError> {
+        Ok(Directory::new(self.catalogue.nodes().await?))
+    }
+
+    /// Archives all stripes of a committed step that are not archived yet, and finishes drops that were left.
+    pub async fn archive(
+        &self,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let not_found = || ArchiveError::NotFound { job: job.clone(), step };
+        let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
+        let saved = found.and_then(|(checkpoint, _)| checkpoint.committed).ok_or_else(not_found)?;
+        let roots = shard_roots(&*self.catalogue, saved.save).await?;
+        let parallel = match options.parallel {
+            0 => DEFAULT_PARALLEL,
+            some => usize::from(some).min(MAX_PARALLEL),
+        };
+        let mut shards = Vec::with_capacity(roots.len());
+        let mut jobs = Vec::new();
+        let mut total_bytes = 0;
+        for root in roots {
+            if root.len_bytes == 0 {
+                continue;
+            }
+            let shard = Arc::new(OwnedShard::take(self, root, options).await?);
+            for index in shard.unfinished().await {
+                total_bytes += shard.stripe_bytes(index);
+                jobs.push((shard.clone(), index));
+            }
+            shards.push(shard);
+        }
+        let result = self.run_jobs(jobs, total_bytes, parallel, options, events).await;
+        let (mut stripes, mut undropped) = (0, 0);
+        for shard in &shards {
+            shard.release(self).await?;
+            for state in shard.states().await {
+                if let StripeState::Archived { dropped, .. } = state {
+                    stripes += 1;
+                    undropped += u64::from(!dropped);
+                }
+            }
+        }
+        result?;
+        let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
+        Ok(())
+    }
+
+    async fn run_jobs(
+        &self,
+        jobs: Vec<(Arc<OwnedShard>, u32)>,
+        total_bytes: u64,
+        parallel: usize,
+        options: ArchiveOptions,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let mut done_bytes = 0;
+        let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
+        let mut running = stream::iter(jobs)
+            .map(|(shard, index)| async move {
+                self.archive_stripe(&shard, index, options, events).await?;
+                Ok::<u64, ArchiveError>(shard.stripe_bytes(index))
+            })
+            .buffer_unordered(parallel);
+        let mut first_error = None;
+        while let Some(result) = running.next().await {
+            match result {
+                Ok(bytes) => {
+                    done_bytes += bytes;
+                    let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
+                }
+                // Other stripes are independent: they are finished, and the first failure is reported.
+                Err(error) => {
+                    let _ = events.send(ArchiveEvent::Note(error.to_string())).await;
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        first_error.map_or(Ok(()), Err)
+    }
+
+    /// The generation that orders of this coordinator carry never falls below the catalogue's epoch.
+    fn next_generation(&self, seen: Generation) -> Generation {
+        seen.next(self.catalogue.epoch())
+    }
+}

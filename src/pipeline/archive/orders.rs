@@ -1,0 +1,146 @@
+//! From a checked plan to one order a node, and from the nodes' proofs to a verdict.
+
+use std::collections::BTreeMap;
+
+use super::shard::OwnedShard;
+use super::{ArchiveError, Coordinator};
+use crate::format::records::{PieceForm, ReceiptPiece, StripeFixed};
+use crate::gf::Fingerprint;
+use crate::id::NodeId;
+use crate::plan::check::Checked;
+use crate::plan::{Input, Output, Plan, StreamNo};
+use crate::topology::Directory;
+use crate::wire::NodeAddress;
+use crate::wire::calls::ArchiveOptions;
+use crate::wire::order::{HopOrder, InputOrder, Order, OutputOrder, PieceProof, RunReport};
+
+/// One node's order.
+pub(super) struct NodeOrder {
+    /// The node.
+    pub node: NodeId,
+    /// Where it is.
+    pub address: NodeAddress,
+    /// The order.
+    pub order: Order,
+}
+
+/// What an order needs besides the plan.
+pub(super) struct Context<'a> {
+    pub shard: &'a OwnedShard,
+    pub fixed: &'a StripeFixed,
+    pub directory: &'a Directory,
+    pub options: ArchiveOptions,
+}
+
+/// The fingerprint of a combination of the blocks, at one grain.
+fn combined(row: &[u8], fixed: &StripeFixed, grain: u64) -> Result<Fingerprint, ArchiveError> {
+    let blocks: Vec<Fingerprint> = (0..row.len()).map(|j| fixed.fingerprint(j, grain)).collect();
+    Fingerprint::combine(row, &blocks).map_err(|error| ArchiveError::Format(error.to_string()))
+}
+
+/// One order for each node of the plan, in node-id order.
+pub(super) fn build(
+    coordinator: &Coordinator,
+    context: &Context<'_>,
+    plan: &Plan,
+    checked: &Checked,
+) -> Result<Vec<NodeOrder>, ArchiveError> {
+    let Context { shard, fixed, directory, options } = context;
+    let mut receivers: BTreeMap<StreamNo, NodeId> = BTreeMap::new();
+    for hop in &plan.hops {
+        for input in &hop.inputs {
+            if let (Input::Stream(stream), Some(node)) = (input, hop.node) {
+                receivers.insert(*stream, node);
+            }
+        }
+    }
+    let unknown = |node: NodeId| ArchiveError::Format(format!("node {node} is not registered"));
+    let address = |node: NodeId| directory.address(node).ok_or_else(|| unknown(node));
+    let run = coordinator.entropy.id();
+    let mut orders = Vec::new();
+    for node in plan.nodes() {
+        let mut hops = Vec::new();
+        for hop in plan.hops.iter().filter(|hop| hop.node == Some(node)) {
+            let mut inputs = Vec::with_capacity(hop.inputs.len());
+            for input in &hop.inputs {
+                let expected = hop.range().map(|grain| match *input {
+                    Input::Block(block) => Ok(fixed.fingerprint(block.into(), grain)),
+                    Input::Stream(stream) => combined(&checked.streams[&stream], fixed, grain),
+                    Input::Piece(piece) => {
+                        combined(shard.code.generator().row(piece.into()), fixed, grain)
+                    }
+                });
+                let expected = expected.collect::<Result<_, _>>()?;
+                inputs.push(InputOrder { input: *input, expected });
+            }
+            let mut outputs = Vec::with_capacity(hop.outputs.len());
+            for output in &hop.outputs {
+                let to = match output {
+                    Output::Stream(stream) => Some(address(receivers[stream])?),
+                    _ => None,
+                };
+                outputs.push(OutputOrder { output: *output, to });
+            }
+            hops.push(HopOrder { grains: hop.grains, inputs, outputs, matrix: hop.matrix.clone() });
+        }
+        // A systematic piece is the replica of the block of the same number.
+        let kept = plan.kept.iter().filter(|(_, at)| *at == node).map(|(piece, _)| (*piece, *piece));
+        let order = Order {
+            run,
+            stripe: plan.stripe,
+            attempt: plan.attempt,
+            generation: shard.generation,
+            coordinator: coordinator.me,
+            code: plan.code,
+            cut: plan.cut,
+            fingerprint_key: shard.root.fingerprint_key,
+            codec: options.codec,
+            hops,
+            kept: kept.collect(),
+        };
+        orders.push(NodeOrder { node, address: address(node)?, order });
+    }
+    Ok(orders)
+}
+
+/// All n pieces, if every one of them is what the generator's row makes of the blocks' fingerprints.
+pub(super) fn judge(
+    context: &Context<'_>,
+    plan: &Plan,
+    reports: &[(NodeId, RunReport)],
+) -> Result<Vec<ReceiptPiece>, ArchiveError> {
+    let Context { shard, fixed, directory, .. } = context;
+    let mut proofs: BTreeMap<u8, (NodeId, &PieceProof)> = BTreeMap::new();
+    for (node, report) in reports {
+        for proof in &report.proofs {
+            if plan.home(proof.piece) == Some(*node) {
+                proofs.insert(proof.piece, (*node, proof));
+            }
+        }
+    }
+    let unproven = |piece: u8, why: String| ArchiveError::Unproven {
+        stripe: plan.stripe,
+        what: format!("piece {}{why}", u32::from(piece) + 1),
+    };
+    let mut pieces = Vec::with_capacity(shard.code.n());
+    for piece in 0..shard.code.n() as u8 {
+        let Some((node, proof)) = proofs.get(&piece) else {
+            return Err(unproven(piece, ", which no node proved,".into()));
+        };
+        let row = shard.code.generator().row(piece.into());
+        let grains = plan.cut.grains();
+        for grain in 0..grains {
+            let found = proof.fingerprints.get(grain as usize).copied();
+            if found != Some(combined(row, fixed, grain)?) || proof.fingerprints.len() as u64 != grains {
+                return Err(unproven(piece, format!(" on {} (grain {grain})", directory.name(*node))));
+            }
+        }
+        let form = match proof.kept_block {
+            Some(block) => PieceForm::Replica { block },
+            None => PieceForm::File,
+        };
+        pieces.push(ReceiptPiece { piece, node: *node, form, root: proof.root });
+    }
+    Ok(pieces)
+}
+

@@ -1,0 +1,259 @@
+//! One stripe from replicas to proven pieces: replicas, plan, admission, run, proof, receipts, commit, drop.
+
+use std::time::Duration;
+
+use futures_util::future::{join_all, try_join_all};
+
+use super::orders::{Context, NodeOrder, build, judge};
+use super::shard::OwnedShard;
+use super::{ArchiveError, Coordinator, Events};
+use crate::clock::Clock;
+use crate::format::records::{Receipt, Record, StripeState};
+use crate::id::{Attempt, Generation, NodeId};
+use crate::kind::Kind;
+use crate::net::call::{CallError, address};
+use crate::pipeline::records::{self, StripeInfo};
+use crate::placement::place;
+use crate::plan::check::{Goal, check};
+use crate::plan::{Output, Plan};
+use crate::planner::{self, Subject};
+use crate::topology::Directory;
+use crate::wire::calls::{
+    ArchiveEvent, ArchiveOptions, Drop, HopView, PlanChoice, PutReceipt, Release, Reserve, Run,
+    StripeReport,
+};
+use crate::wire::order::RunReport;
+
+/// Tries per stripe; between them missing replicas are made again.
+const TRIES: u32 = 4;
+/// Wait before the second try; doubled each time.
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+/// The longest run of one stripe. A hop that stands still ends much earlier.
+const RUN_LIMIT: Duration = Duration::from_secs(3600);
+/// Longer than a node waits for memory, so that its own answer comes first.
+const RESERVE_LIMIT: Duration = Duration::from_secs(15);
+
+impl Coordinator {
+    /// Archives stripe `index`, or only finishes its drop.
+    pub(super) async fn archive_stripe(
+        &self,
+        shard: &OwnedShard,
+        index: u32,
+        options: ArchiveOptions,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let mut wait = FIRST_WAIT;
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let error = match self.try_stripe(shard, index, options, events).await {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            let again = matches!(error, ArchiveError::Call(_) | ArchiveError::Unproven { .. });
+            if !again || matches!(error.kind(), Kind::Fenced | Kind::Invalid | Kind::Denied) {
+                return Err(error);
+            }
+            tracing::warn!(shard = %shard.root.name, stripe = index, tries, %error, "archiving a stripe failed");
+            if tries == TRIES {
+                let stripe = crate::id::StripeId { shard: shard.root.shard, index };
+                let kind = error.kind();
+                return Err(ArchiveError::Stripe { stripe, tries, last: error.to_string(), kind });
+            }
+            let note = format!("stripe {index} of {}: {error}; trying again", shard.root.name);
+            let _ = events.send(ArchiveEvent::Note(note)).await;
+            self.clock.sleep(wait).await;
+            wait *= 2;
+        }
+    }
+
+    async fn try_stripe(
+        &self,
+        shard: &OwnedShard,
+        index: u32,
+        options: ArchiveOptions,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let directory = self.directory().await?;
+        let leaves = shard.leaves(self, &directory).await?;
+        let info = records::stripe(&self.caller, &directory, &shard.root, leaves, index).await?;
+        let (attempt, generation) = match shard.stripe(index).await {
+            Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
+            Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
+                return self.drop_replicas(shard, &info, &directory, attempt, generation, &[]).await;
+            }
+            _ => return Ok(()),
+        };
+        let places = self.ensure_replicas(shard, &info, &directory).await?;
+        let context = Context { shard, fixed: &info.fixed, directory: &directory, options };
+        let subject = Subject {
+            stripe: info.fixed.stripe,
+            attempt,
+            cut: info.fixed.cut,
+            places: &places,
+            code: &shard.code,
+        };
+        let plan = choose(&subject, options.plan, index)?;
+        let stripe = info.fixed.stripe;
+        let checked = check(&plan, &shard.code, Goal::Archive)
+            .map_err(|source| ArchiveError::Plan { stripe, source })?;
+        let orders = build(self, &context, &plan, &checked)?;
+
+        let started = self.clock.now();
+        self.reserve(&orders).await?;
+        let reserved = self.clock.now();
+        let reports = self.run(&orders).await?;
+        let pieces = judge(&context, &plan, &reports)?;
+        let proven = self.clock.now();
+        let receipt = Receipt {
+            cluster: self.cluster,
+            stripe,
+            attempt,
+            generation,
+            code: plan.code,
+            pieces,
+        };
+        self.put_receipts(&orders, &receipt).await?;
+        let archived =
+            StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
+        shard.set(self, index, archived).await?;
+        let committed = self.clock.now();
+        self.drop_replicas(shard, &info, &directory, attempt, generation, &places).await?;
+        let phases_us = [
+            reserved - started,
+            proven - reserved,
+            committed - proven,
+            self.clock.now() - committed,
+        ]
+        .map(|phase| phase.as_micros() as u64);
+        let hops = hop_views(&plan, &reports, &directory);
+        let report =
+            StripeReport { stripe, code: plan.code, block_bytes: plan.cut.block_bytes, hops, phases_us };
+        let _ = events.send(ArchiveEvent::Stripe(report)).await;
+        Ok(())
+    }
+
+    /// Admission in node-id order, all or none.
+    async fn reserve(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
+        for (at, NodeOrder { address: to, order, .. }) in orders.iter().enumerate() {
+            let call = Reserve { order: order.clone() };
+            if let Err(error) = self.caller.call_within(&address(to), &call, RESERVE_LIMIT).await {
+                self.release(&orders[..=at]).await;
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+
+    async fn release(&self, orders: &[NodeOrder]) {
+        let calls = orders.iter().map(|NodeOrder { address, order, .. }| async move {
+            // A node that does not hear this lets the reservation expire.
+            let _ = self.caller.call(address, &Release { run: order.run }).await;
+        });
+        join_all(calls).await;
+    }
+
+    async fn run(&self, orders: &[NodeOrder]) -> Result<Vec<(NodeId, RunReport)>, ArchiveError> {
+        let calls = orders.iter().map(|NodeOrder { node, address: to, order }| async move {
+            let run = Run { run: order.run };
+            let report = self.caller.call_within(&address(to), &run, RUN_LIMIT).await?;
+            Ok::<_, CallError>((*node, report))
+        });
+        match try_join_all(calls).await {
+            Ok(reports) => Ok(reports),
+            Err(error) => {
+                self.release(orders).await;
+                Err(error.into())
+            }
+        }
+    }
+
+    async fn put_receipts(&self, orders: &[NodeOrder], receipt: &Receipt) -> Result<(), ArchiveError> {
+        let bytes = receipt.to_bytes().map_err(|error| ArchiveError::Format(error.to_string()))?;
+        let call = PutReceipt { bytes, coordinator: self.me };
+        let holders = orders
+            .iter()
+            .filter(|order| receipt.pieces.iter().any(|piece| piece.node == order.node));
+        try_join_all(holders.map(|order| self.caller.call(&order.address, &call))).await?;
+        Ok(())
+    }
+
+    /// Orders the drops; a node that does not answer leaves the stripe as not dropped, to be asked again.
+    async fn drop_replicas(
+        &self,
+        shard: &OwnedShard,
+        info: &StripeInfo,
+        directory: &Directory,
+        attempt: Attempt,
+        generation: Generation,
+        places: &[NodeId],
+    ) -> Result<(), ArchiveError> {
+        let (n, k) = (shard.root.n.into(), shard.root.k.into());
+        let index = info.fixed.stripe.index;
+        let mut nodes = place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
+        nodes.extend(info.places.iter().chain(places));
+        nodes.sort_unstable();
+        nodes.dedup();
+        let call = Drop { stripe: info.fixed.stripe, attempt, generation };
+        let drops = nodes.iter().map(|&node| {
+            let call = call.clone();
+            async move {
+                let Some(address) = directory.address(node) else { return false };
+                let answer = self.caller.call(&address, &call).await;
+                if let Err(error) = &answer {
+                    tracing::warn!(node = %address.name, %error, "replicas not dropped");
+                }
+                answer.is_ok()
+            }
+        });
+        if join_all(drops).await.into_iter().all(|dropped| dropped) {
+            let code = shard.code.id();
+            let code = match shard.stripe(index).await {
+                Some(StripeState::Archived { code, .. }) => code,
+                _ => code,
+            };
+            let state = StripeState::Archived { attempt, code, generation, dropped: true };
+            shard.set(self, index, state).await?;
+        }
+        Ok(())
+    }
+}
+
+fn choose(subject: &Subject<'_>, plan: PlanChoice, index: u32) -> Result<Plan, planner::PlannerError> {
+    // Coders rotate over stripes, so that sixteen stripes load sixteen nodes alike.
+    let turn = index as usize;
+    match plan {
+        PlanChoice::Chain => planner::chain(subject),
+        PlanChoice::NaiveStar => planner::naive_star(subject, turn),
+        PlanChoice::BestStar => planner::best_star(subject, turn),
+        PlanChoice::StripedStar => planner::striped_star(subject),
+    }
+}
+
+fn hop_views(plan: &Plan, reports: &[(NodeId, RunReport)], directory: &Directory) -> Vec<HopView> {
+    let mut views = Vec::with_capacity(plan.hops.len());
+    let mut next: std::collections::HashMap<NodeId, u32> = std::collections::HashMap::new();
+    for hop in &plan.hops {
+        let Some(node) = hop.node else { continue };
+        let number = next.entry(node).or_default();
+        let report = reports
+            .iter()
+            .find(|(reporter, _)| *reporter == node)
+            .and_then(|(_, report)| report.hops.iter().find(|hop| hop.hop == *number));
+        *number += 1;
+        let (Some(report), Some(name)) = (report, directory.peer_name(node)) else { continue };
+        let pieces = hop.outputs.iter().filter_map(|output| match output {
+            Output::Store(piece) => Some(*piece),
+            _ => None,
+        });
+        views.push(HopView {
+            node: name,
+            pieces: pieces.collect(),
+            in_bytes: report.in_bytes,
+            out_bytes: report.out_bytes,
+            span_us: report.span_us,
+            waited_us: report.waited_us,
+        });
+    }
+    views
+}

@@ -1,0 +1,8 @@
+//! Work on stripes as bounded streams: saving blocks, running a plan's hops, archiving, reading.
+
+pub mod archive;
+pub mod hop;
+pub mod read;
+pub mod run;
+pub mod save;
+pub mod workers;

@@ -1,0 +1,162 @@
+//! Finding the records of a shard on its nodes, and checking them against what the catalogue fixed.
+
+use std::collections::HashMap;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use crate::format::records::{Leaves, Receipt, Record, ShardRoot, StripeFixed, StripeRecord};
+use crate::id::{Attempt, NodeId, StripeId};
+use crate::kind::Kind;
+use crate::net::call::Caller;
+use crate::placement::{PlacementError, place};
+use crate::topology::Directory;
+use crate::wire::NodeAddress;
+use crate::wire::calls::{GetRecord, RecordName};
+
+/// Nodes asked at once for one record.
+const ASK_AT_ONCE: usize = 4;
+
+/// A record is nowhere to be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecordsError {
+    /// No node gave a good one.
+    #[error("{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, or none is reachable")]
+    Lost {
+        /// Which record.
+        what: String,
+        /// The shard's name.
+        shard: String,
+        /// How many nodes were asked.
+        asked: usize,
+        /// What they answered, shortened.
+        answers: String,
+    },
+    /// The shard's ring is too small for its code.
+    #[error(transparent)]
+    Placement(#[from] PlacementError),
+}
+
+impl RecordsError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            RecordsError::Lost { .. } => Kind::Lost,
+            RecordsError::Placement(error) => error.kind(),
+        }
+    }
+}
+
+/// A stripe's record, checked, and who holds what.
+#[derive(Debug, Clone)]
+pub struct StripeInfo {
+    /// The part that the commit fixed.
+    pub fixed: StripeFixed,
+    /// The node of each position; a hint.
+    pub places: Vec<NodeId>,
+}
+
+/// Asks nodes, a few at a time, until `accept` likes an answer.
+async fn ask<T>(
+    caller: &Caller,
+    nodes: Vec<NodeAddress>,
+    root: &ShardRoot,
+    record: RecordName,
+    accept: impl Fn(&[u8]) -> Result<T, String>,
+) -> Result<T, RecordsError> {
+    let asked = nodes.len();
+    let call = GetRecord { shard: root.shard, record };
+    let mut answers = stream::iter(nodes)
+        .map(|node| {
+            let call = call.clone();
+            async move { (caller.call(&node, &call).await, node) }
+        })
+        .buffered(ASK_AT_ONCE);
+    let mut failures: HashMap<String, usize> = HashMap::new();
+    while let Some((answer, node)) = answers.next().await {
+        let failure = match answer {
+            Ok(Some(bytes)) => match accept(&bytes) {
+                Ok(value) => return Ok(value),
+                Err(reason) => {
+                    tracing::warn!(node = %node.name, shard = %root.shard, ?record, reason, "a bad record");
+                    "a bad copy".to_owned()
+                }
+            },
+            Ok(None) => "not there".to_owned(),
+            Err(error) => format!("{:?}", error.kind()),
+        };
+        *failures.entry(failure).or_default() += 1;
+    }
+    let mut answers: Vec<String> =
+        failures.into_iter().map(|(failure, count)| format!("{failure}: {count}")).collect();
+    answers.sort_unstable();
+    Err(RecordsError::Lost {
+        what: format!("{record:?}"),
+        shard: root.name.to_string(),
+        asked,
+        answers: answers.join(", "),
+    })
+}
+
+/// First `first`, then the ring's other nodes; live ones before those that seem dead.
+fn candidates(directory: &Directory, root: &ShardRoot, first: &[NodeId]) -> Vec<NodeAddress> {
+    let mut order: Vec<NodeId> = first.to_vec();
+    order.extend(root.ring.iter().map(|member| member.node));
+    let mut seen = std::collections::HashSet::new();
+    order.retain(|node| seen.insert(*node));
+    order.sort_by_key(|node| !directory.is_live(*node));
+    order.into_iter().filter_map(|node| directory.address(node)).collect()
+}
+
+/// The leaves of a shard.
+pub async fn leaves(
+    caller: &Caller,
+    directory: &Directory,
+    root: &ShardRoot,
+) -> Result<Leaves, RecordsError> {
+    ask(caller, candidates(directory, root, &[]), root, RecordName::Leaves, |bytes| {
+        let leaves = Leaves::parse(bytes).map_err(|error| error.to_string())?;
+        if root.admits(&leaves) { Ok(leaves) } else { Err("not those of the commit".into()) }
+    })
+    .await
+}
+
+/// The record of one stripe.
+pub async fn stripe(
+    caller: &Caller,
+    directory: &Directory,
+    root: &ShardRoot,
+    leaves: &Leaves,
+    index: u32,
+) -> Result<StripeInfo, RecordsError> {
+    let places = place(&root.ring, root.n.into(), root.k.into(), index)?;
+    let nodes = candidates(directory, root, &places);
+    ask(caller, nodes, root, RecordName::Stripe { index }, |bytes| {
+        let record = StripeRecord::parse(bytes).map_err(|error| error.to_string())?;
+        let fixed = record.open(root, leaves, index).map_err(|error| error.to_string())?;
+        Ok(StripeInfo { fixed, places: record.places })
+    })
+    .await
+}
+
+/// The receipt of one archived stripe.
+pub async fn receipt(
+    caller: &Caller,
+    directory: &Directory,
+    root: &ShardRoot,
+    info: &StripeInfo,
+    attempt: Attempt,
+) -> Result<Receipt, RecordsError> {
+    let index = info.fixed.stripe.index;
+    let stripe = StripeId { shard: root.shard, index };
+    let nodes = candidates(directory, root, &info.places);
+    ask(caller, nodes, root, RecordName::Receipt { index, attempt }, |bytes| {
+        let receipt = Receipt::parse(bytes).map_err(|error| error.to_string())?;
+        let fits = receipt.stripe == stripe
+            && receipt.attempt == attempt
+            && receipt.pieces.len() == usize::from(root.n);
+        if fits { Ok(receipt) } else { Err("of another stripe or attempt".into()) }
+    })
+    .await
+}

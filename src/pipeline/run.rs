@@ -1,0 +1,419 @@
+//! A node's part of a plan: admission before the first byte, then all its hops at once, then the proof of its pieces.
+//!
+//! An admitted part holds its whole working set; it gives it back when it ends, is released, or when its coordinator is not
+//! heard of for [`ADMISSION_LIMIT`]. Streams may arrive from the moment of admission.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::hop::{HopError, Shared, Streams, hop_bytes, run_hop, stream_in, stream_out};
+use super::workers::{WorkerDied, Workers};
+use crate::budget::{Budget, BudgetError, Reservation};
+use crate::clock::{Clock, deadline};
+use crate::code::{Code, table};
+use crate::format::file::FileKey;
+use crate::gf::{Fingerprint, FingerprintKey, GfError};
+use crate::kind::Kind;
+use crate::net::call::Caller;
+use crate::net::frame::{FramedRecv, write_frame};
+use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
+use crate::store::{Store, StoreError};
+use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
+use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
+
+/// How long a reservation waits for memory, and how long an admitted part waits for its order to run.
+pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);
+/// The most parts admitted at once.
+const MAX_RUNS: usize = 256;
+
+/// Why a part was refused or ended early.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The order is out of bounds.
+    #[error("the order is refused: {what}")]
+    Order {
+        /// What is out of bounds.
+        what: &'static str,
+    },
+    /// No memory was free in time.
+    #[error("{needed_bytes} bytes of memory were not free within {ADMISSION_LIMIT:?}: archive fewer stripes at once, or raise the daemon's memory")]
+    Busy {
+        /// What it needs.
+        needed_bytes: u64,
+    },
+    /// It never will be.
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
+    /// Nobody reserved it, or it was given back.
+    #[error("this run is not admitted here: its reservation has expired or was released")]
+    Unknown,
+    /// A hop failed.
+    #[error("hop {hop}: {source}")]
+    Hop {
+        /// Its place in the order.
+        hop: u32,
+        /// Why.
+        source: HopError,
+    },
+    /// A local file failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A read-back grain could not be fingerprinted.
+    #[error(transparent)]
+    Field(#[from] GfError),
+    /// The worker died.
+    #[error(transparent)]
+    Worker(#[from] WorkerDied),
+}
+
+impl RunError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
+            RunError::Busy { .. } => Kind::Busy,
+            RunError::Unknown => Kind::NotFound,
+            RunError::Hop { source, .. } => source.kind(),
+            RunError::Store(error) => error.kind(),
+            RunError::Field(_) | RunError::Worker(_) => Kind::Internal,
+        }
+    }
+}
+
+struct Admitted {
+    order: Order,
+    code: Code,
+    admitted_at: Duration,
+    waiting: HashMap<StreamNo, oneshot::Receiver<FramedRecv>>,
+    memory: Reservation,
+}
+
+#[derive(Default)]
+struct Table {
+    admitted: HashMap<[u8; 16], Admitted>,
+    arriving: HashMap<([u8; 16], StreamNo), oneshot::Sender<FramedRecv>>,
+}
+
+/// The parts that a node has admitted or runs.
+pub struct Runs {
+    store: Arc<Store>,
+    workers: Workers,
+    caller: Arc<Caller>,
+    clock: Arc<dyn Clock>,
+    memory: Arc<Budget>,
+    table: Mutex<Table>,
+}
+
+/// All memory that an order works in, its pieces' buffers included.
+pub fn order_bytes(order: &Order) -> u64 {
+    let pieces = pieces_of(order).len() as u64;
+    order.hops.iter().map(hop_bytes).sum::<u64>() + pieces * crate::store::PIECE_WRITER_BYTES
+}
+
+fn pieces_of(order: &Order) -> Vec<u8> {
+    let stored = order.hops.iter().flat_map(|hop| &hop.outputs);
+    let mut pieces: Vec<u8> = stored
+        .filter_map(|output| match output.output {
+            Output::Store(piece) => Some(piece),
+            _ => None,
+        })
+        .collect();
+    pieces.sort_unstable();
+    pieces.dedup();
+    pieces
+}
+
+fn check(order: &Order) -> Result<Code, RunError> {
+    let refuse = |what| Err(RunError::Order { what });
+    let Some(code) = table::by_id(order.code) else {
+        return refuse("its code is not in this version's table");
+    };
+    let cut = order.cut;
+    let grains = cut.grains();
+    if usize::from(cut.k) != code.k() || cut.block_bytes == 0 || cut.block_bytes > crate::units::MAX_BLOCK_BYTES {
+        return refuse("its cut does not fit its code");
+    }
+    if cut.len_bytes > cut.block_bytes * u64::from(cut.k) || order.hops.len() > MAX_HOPS {
+        return refuse("its numbers are out of bounds");
+    }
+    for hop in &order.hops {
+        let range = hop.grains.0 < hop.grains.1 && hop.grains.1 <= grains;
+        let edges = (1..=MAX_HOP_EDGES).contains(&hop.inputs.len())
+            && (1..=MAX_HOP_EDGES).contains(&hop.outputs.len());
+        let matrix = hop.matrix.len() == hop.outputs.len()
+            && hop.matrix.iter().all(|row| row.len() == hop.inputs.len());
+        let expected = |input: &crate::wire::order::InputOrder| {
+            input.expected.len() as u64 == hop.grains.1.saturating_sub(hop.grains.0)
+        };
+        let outputs = hop.outputs.iter().all(|output| match output.output {
+            Output::Store(piece) => usize::from(piece) < code.n(),
+            Output::Stream(_) => output.to.is_some(),
+            Output::Deliver(_) => false,
+        });
+        let inputs = hop.inputs.iter().all(|input| match input.input {
+            Input::Block(block) => usize::from(block) < code.k(),
+            Input::Piece(_) => false,
+            Input::Stream(_) => true,
+        });
+        if !(range && edges && matrix && inputs && outputs && hop.inputs.iter().all(expected)) {
+            return refuse("a hop's numbers are out of bounds");
+        }
+    }
+    Ok(code)
+}
+
+impl Runs {
+    /// No parts yet; `memory` is the share of the daemon's budget that archiving has.
+    pub fn new(
+        store: Arc<Store>,
+        workers: Workers,
+        caller: Arc<Caller>,
+        clock: Arc<dyn Clock>,
+        memory: Arc<Budget>,
+    ) -> Self {
+        Self { store, workers, caller, clock, memory, table: Mutex::default() }
+    }
+
+    fn table(&self) -> std::sync::MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn forget(table: &mut Table, run: [u8; 16]) {
+        table.admitted.remove(&run);
+        table.arriving.retain(|(of, _), _| *of != run);
+    }
+
+    /// Admits a part: all memory that it will ever use is taken here.
+    pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
+        let code = check(&order)?;
+        let needed_bytes = order_bytes(&order);
+        let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
+            .await
+            .map_err(|_| RunError::Busy { needed_bytes })??;
+        let now = self.clock.now();
+        let mut table = self.table();
+        let expired: Vec<[u8; 16]> = table
+            .admitted
+            .iter()
+            .filter(|(_, part)| now > part.admitted_at + 2 * ADMISSION_LIMIT)
+            .map(|(run, _)| *run)
+            .collect();
+        expired.into_iter().for_each(|run| Self::forget(&mut table, run));
+        if table.admitted.len() >= MAX_RUNS || table.admitted.contains_key(&order.run) {
+            return Err(RunError::Busy { needed_bytes });
+        }
+        let mut waiting = HashMap::new();
+        for stream in order.hops.iter().flat_map(|hop| &hop.inputs).filter_map(|i| stream_in(i.input)) {
+            let (sender, receiver) = oneshot::channel();
+            table.arriving.insert((order.run, stream), sender);
+            waiting.insert(stream, receiver);
+        }
+        table.admitted.insert(order.run, Admitted { order, code, admitted_at: now, waiting, memory });
+        Ok(())
+    }
+
+    /// Gives an admitted part back.
+    pub fn release(&self, run: [u8; 16]) {
+        Self::forget(&mut self.table(), run);
+    }
+
+    /// Hands a stream that arrived to the hop that waits for it.
+    pub fn arrived(&self, header: &StreamHeader, mut stream: FramedRecv) {
+        let waiting = self.table().arriving.remove(&(header.run, header.stream));
+        match waiting {
+            Some(hop) => {
+                if let Err(mut stream) = hop.send(stream) {
+                    stream.stop(Kind::NotFound.wire_code());
+                }
+            }
+            None => stream.stop(Kind::NotFound.wire_code()),
+        }
+    }
+
+    /// Runs an admitted part to its end.
+    pub async fn run(&self, run: [u8; 16]) -> Result<RunReport, RunError> {
+        let part = self.table().admitted.remove(&run).ok_or(RunError::Unknown)?;
+        // Also when this future is dropped, because its coordinator is gone.
+        let _forget = Forget { runs: self, run };
+        self.run_part(part).await
+    }
+
+    async fn run_part(&self, part: Admitted) -> Result<RunReport, RunError> {
+        let Admitted { order, code, mut waiting, memory, .. } = part;
+        let began = self.clock.now();
+        let shared = Arc::new(self.open(&order, code).await?);
+        let hops = order.hops.iter().enumerate().map(|(number, hop)| {
+            let arriving: Vec<_> = hop
+                .inputs
+                .iter()
+                .filter_map(|input| stream_in(input.input))
+                .filter_map(|stream| Some((stream, waiting.remove(&stream)?)))
+                .collect();
+            let shared = shared.clone();
+            async move {
+                let number = number as u32;
+                let hop_error = |source| RunError::Hop { hop: number, source };
+                let streams = self.connect(&order.run, hop, arriving).await.map_err(hop_error)?;
+                run_hop(shared, number, hop.clone(), streams, &self.workers, &*self.clock, began)
+                    .await
+                    .map_err(hop_error)
+            }
+        });
+        let hops = try_all(hops).await?;
+        let proofs = self.prove(&order, shared).await?;
+        drop(memory);
+        let total_us = (self.clock.now() - began).as_micros() as u64;
+        Ok(RunReport { hops, proofs, total_us })
+    }
+
+    async fn open(&self, order: &Order, code: Code) -> Result<Shared, RunError> {
+        let (store, order) = (self.store.clone(), order.clone());
+        let work = move || -> Result<Shared, RunError> {
+            let mut blocks = HashMap::new();
+            for input in order.hops.iter().flat_map(|hop| &hop.inputs) {
+                if let Input::Block(block) = input.input {
+                    let empty = order.cut.block_len(block) == 0;
+                    let key = FileKey::replica(order.stripe, block);
+                    let file = if empty { None } else { Some(Arc::new(store.open(key)?)) };
+                    blocks.insert(input.input, file);
+                }
+            }
+            let mut pieces = HashMap::new();
+            for piece in pieces_of(&order) {
+                let writer = store.piece_writer(
+                    order.stripe,
+                    piece,
+                    order.attempt,
+                    order.code.0,
+                    order.cut.block_bytes,
+                )?;
+                pieces.insert(piece, Arc::new(Mutex::new(writer)));
+            }
+            let key = FingerprintKey::derive(&order.fingerprint_key);
+            Ok(Shared { cut: order.cut, code, codec: order.codec, key, blocks, pieces })
+        };
+        self.workers.run(work).await?
+    }
+
+    async fn connect(
+        &self,
+        run: &[u8; 16],
+        hop: &HopOrder,
+        arriving: Vec<(StreamNo, oneshot::Receiver<FramedRecv>)>,
+    ) -> Result<Streams, HopError> {
+        let mut streams = Streams::default();
+        for output in &hop.outputs {
+            let (Some(stream), Some(to)) = (stream_out(output.output), &output.to) else { continue };
+            let downstream = |source| HopError::Downstream { stream, source };
+            let header = StreamHeader { run: *run, stream };
+            let header = message_to_bytes(&header, "a stream header")
+                .map_err(|_| HopError::Order { what: "its stream header is too long" })?;
+            let open = async {
+                let connection = self.caller.connection(to).await.map_err(downstream)?;
+                let mut send = connection.open_uni().await.map_err(downstream)?;
+                write_frame(&mut *send, MAX_FRAME_BYTES, header.into()).await.map_err(downstream)?;
+                Ok::<_, HopError>(send)
+            };
+            let opened = deadline(&*self.clock, super::hop::STALL_LIMIT, open).await;
+            let stalled = |_| HopError::Stalled { waiting_for: format!("{} to accept a stream", to.name) };
+            streams.outgoing.insert(stream, opened.map_err(stalled)??);
+        }
+        for (stream, receiver) in arriving {
+            let arrived = deadline(&*self.clock, super::hop::STALL_LIMIT, receiver).await;
+            let stalled = |_| HopError::Stalled { waiting_for: format!("upstream to open stream {stream}") };
+            let gone = |_| HopError::Order { what: "its reservation was given back" };
+            streams.incoming.insert(stream, arrived.map_err(stalled)?.map_err(gone)?);
+        }
+        Ok(streams)
+    }
+
+    /// Makes the pieces durable and reads them back, and the replicas that stay as pieces too.
+    async fn prove(&self, order: &Order, shared: Arc<Shared>) -> Result<Vec<PieceProof>, RunError> {
+        let mut proofs = Vec::new();
+        for piece in pieces_of(order) {
+            let shared = shared.clone();
+            let proof = self.workers.run(move || -> Result<PieceProof, RunError> {
+                let writer = shared.pieces.get(&piece).ok_or(RunError::Order { what: "a piece was not opened" })?;
+                let mut fingerprints = vec![Fingerprint::ZERO; shared.cut.grains() as usize];
+                let mut failed = None;
+                let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
+                let stored = writer.finish(&mut |grain, bytes| {
+                    read_back(&shared.key, &mut fingerprints, &mut failed, grain, bytes);
+                })?;
+                failed.map_or(Ok(()), Err)?;
+                Ok(PieceProof { piece, kept_block: None, root: stored.root, fingerprints })
+            });
+            proofs.push(proof.await??);
+        }
+        for &(piece, block) in &order.kept {
+            let (shared, store, stripe) = (shared.clone(), self.store.clone(), order.stripe);
+            let proof = self.workers.run(move || -> Result<PieceProof, RunError> {
+                let mut fingerprints = vec![Fingerprint::ZERO; shared.cut.grains() as usize];
+                let mut failed = None;
+                let root = if shared.cut.block_len(block) == 0 {
+                    *blake3::hash(&[]).as_bytes()
+                } else {
+                    let file = store.open(FileKey::replica(stripe, block))?;
+                    file.read_back(&mut |grain, bytes| {
+                        read_back(&shared.key, &mut fingerprints, &mut failed, grain, bytes);
+                    })?
+                };
+                failed.map_or(Ok(()), Err)?;
+                Ok(PieceProof { piece, kept_block: Some(block), root, fingerprints })
+            });
+            proofs.push(proof.await??);
+        }
+        Ok(proofs)
+    }
+}
+
+fn read_back(
+    key: &FingerprintKey,
+    fingerprints: &mut [Fingerprint],
+    failed: &mut Option<RunError>,
+    grain: u64,
+    bytes: &[u8],
+) {
+    match (key.fingerprint(bytes), fingerprints.get_mut(grain as usize)) {
+        (Ok(found), Some(slot)) => *slot = found,
+        (Err(error), _) => *failed = Some(error.into()),
+        (_, None) => *failed = Some(RunError::Order { what: "a grain past the piece's end" }),
+    }
+}
+
+struct Forget<'a> {
+    runs: &'a Runs,
+    run: [u8; 16],
+}
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        Runs::forget(&mut self.runs.table(), self.run);
+    }
+}
+
+/// Runs all futures at once; the first error drops the others.
+pub async fn try_all<T, E>(
+    work: impl Iterator<Item = impl Future<Output = Result<T, E>>>,
+) -> Result<Vec<T>, E> {
+    let mut pending: Vec<_> = work.map(|future| (Box::pin(future), None)).collect();
+    std::future::poll_fn(|context| {
+        let mut all = true;
+        for (future, done) in &mut pending {
+            if done.is_none() {
+                match future.as_mut().poll(context) {
+                    std::task::Poll::Ready(Ok(value)) => *done = Some(value),
+                    std::task::Poll::Ready(Err(error)) => return std::task::Poll::Ready(Err(error)),
+                    std::task::Poll::Pending => all = false,
+                }
+            }
+        }
+        if all { std::task::Poll::Ready(Ok(())) } else { std::task::Poll::Pending }
+    })
+    .await?;
+    Ok(pending.into_iter().filter_map(|(_, done)| done).collect())
+}

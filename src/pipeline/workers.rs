@@ -1,0 +1,57 @@
+//! Where blocking work runs: disk, hashing and field arithmetic stay off the network's threads.
+
+use std::sync::Arc;
+
+use tokio::sync::Semaphore;
+
+/// A bounded set of threads for blocking work.
+#[derive(Debug, Clone)]
+pub struct Workers {
+    slots: Option<Arc<Semaphore>>,
+}
+
+/// A job ended by panic: a defect of ours, contained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a worker's job did not end: this is a defect, please report it with the log")]
+pub struct WorkerDied;
+
+impl Workers {
+    /// At most `threads` jobs at once; others wait their turn.
+    pub fn new(threads: usize) -> Self {
+        Self { slots: Some(Arc::new(Semaphore::new(threads.max(1)))) }
+    }
+
+    /// Jobs run where they are asked for: one thread, one order, for simulated runs.
+    pub fn inline() -> Self {
+        Self { slots: None }
+    }
+
+    /// Runs `job` and gives its result.
+    pub async fn run<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, WorkerDied> {
+        let Some(slots) = &self.slots else { return Ok(job()) };
+        let slot = slots.clone().acquire_owned().await.map_err(|_| WorkerDied)?;
+        let work = tokio::task::spawn_blocking(move || {
+            let _slot = slot;
+            job()
+        });
+        work.await.map_err(|_| WorkerDied)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_job_that_panics_is_an_error() {
+        for workers in [Workers::new(1)] {
+            assert_eq!(workers.run(|| 7).await, Ok(7));
+            let died: Result<u8, _> = workers.run(|| panic!("on purpose")).await;
+            assert_eq!(died, Err(WorkerDied));
+            assert_eq!(workers.run(|| 8).await, Ok(8));
+        }
+    }
+}

@@ -1,0 +1,493 @@
+//! Who a process is: the cluster's authority, the certificates that it issues, and the identity that a
+//! process proves with one.
+//!
+//! A certificate names its holder in one URI, `rapidraid://CLUSTER/node/NAME` or `.../client/NAME`; the
+//! authority's own is `rapidraid://CLUSTER/ca`. Certificates are valid from 2020 to 2120: machines whose
+//! clocks are wrong still form a cluster, and a leaked key is answered by a new authority, not by waiting
+//! (`docs/security.md`). Private keys appear in no `Debug`, error or log. Reading and writing the files is
+//! the caller's part; [`check_secret_file_mode`] tells whether a key file is private.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PublicKeyData, SanType,
+};
+use rustls::client::danger::ServerCertVerifier;
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::FromDer;
+
+use super::{Peer, Role, tls};
+use crate::id::{ClusterId, PeerName};
+use crate::kind::Kind;
+
+/// The first and the last year of every certificate (both from 1 January).
+const VALID_YEARS: (i32, i32) = (2020, 2120);
+
+/// Why a certificate, a key or a key file cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum IdentityError {
+    /// The text is not what it should be.
+    #[error("the {what} is not readable: {reason}; copy the folder that `cluster init` made again")]
+    Malformed {
+        /// Which part, e.g. "certificate".
+        what: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The certificate does not name one member of one cluster.
+    #[error(
+        "the certificate names {found:?}: expected one URI rapidraid://CLUSTER/node/NAME or rapidraid://CLUSTER/client/NAME"
+    )]
+    Name {
+        /// The URIs that it has.
+        found: String,
+    },
+    /// The certificate is of another cluster.
+    #[error("the certificate is of cluster {found}, not {expected}: use the folder of the right cluster")]
+    OtherCluster {
+        /// The cluster of this process or authority.
+        expected: ClusterId,
+        /// The cluster that the certificate names.
+        found: ClusterId,
+    },
+    /// The authority did not issue the certificate, or not for this use.
+    #[error("the authority did not issue this certificate: {reason}; use files of one folder")]
+    NotIssued {
+        /// What the check said.
+        reason: String,
+    },
+    /// The key belongs to another certificate.
+    #[error("the key does not belong to the certificate: use files of one folder")]
+    KeyMismatch,
+    /// Only nodes serve.
+    #[error("{name} has a client's certificate, and only nodes serve: use the folder of a node")]
+    NotANode {
+        /// The client.
+        name: PeerName,
+    },
+    /// A file with a secret is not private.
+    #[error("others can read {}: chmod 600 {}", path.display(), path.display())]
+    SecretExposed {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A key or certificate could not be made.
+    #[error("cannot make the {what}: {reason}")]
+    Issue {
+        /// Which part.
+        what: &'static str,
+        /// What the library said.
+        reason: String,
+    },
+}
+
+impl IdentityError {
+    /// What kind of failure it is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            IdentityError::Malformed { .. } | IdentityError::NotANode { .. } => Kind::Invalid,
+            IdentityError::Issue { .. } => Kind::Internal,
+            _ => Kind::Denied,
+        }
+    }
+}
+
+/// Refuses a file with a secret that group or others can touch. `mode` is its `st_mode`.
+pub fn check_secret_file_mode(mode: u32, path: &Path) -> Result<(), IdentityError> {
+    if mode & 0o077 == 0 {
+        Ok(())
+    } else {
+        Err(IdentityError::SecretExposed { path: path.to_owned() })
+    }
+}
+
+/// A certificate and its private key, as PEM text.
+#[derive(Clone)]
+pub struct IssuedPem {
+    /// The certificate. Public.
+    pub cert_pem: String,
+    /// The private key. Keep it in a file of mode 0600.
+    pub key_pem: String,
+}
+
+impl fmt::Debug for IssuedPem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IssuedPem").field("cert_pem", &self.cert_pem).finish_non_exhaustive()
+    }
+}
+
+/// The authority of a cluster: whoever has it decides who is in.
+pub struct Authority {
+    cluster: ClusterId,
+    cert_pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl fmt::Debug for Authority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Authority").field("cluster", &self.cluster).finish_non_exhaustive()
+    }
+}
+
+impl Authority {
+    /// Draws a new authority for `cluster`.
+    pub fn create(cluster: ClusterId) -> Result<Self, IdentityError> {
+        let key = KeyPair::generate().map_err(issue_error("authority's key"))?;
+        let params = authority_params(cluster)?;
+        let cert = params.self_signed(&key).map_err(issue_error("authority's certificate"))?;
+        Ok(Self { cluster, cert_pem: cert.pem(), issuer: Issuer::new(params, key) })
+    }
+
+    /// The authority that [`Authority::to_pem`] wrote.
+    pub fn from_pem(cert_pem: &str, key_pem: &str) -> Result<Self, IdentityError> {
+        let der = one_certificate("authority's certificate", cert_pem)?;
+        let cert = parse_certificate("authority's certificate", &der)?;
+        let cluster = authority_cluster(&cert)?;
+        let key = KeyPair::from_pem(key_pem).map_err(|error| IdentityError::Malformed {
+            what: "authority's key",
+            reason: error.to_string(),
+        })?;
+        if key.subject_public_key_info() != cert.tbs_certificate.subject_pki.raw {
+            return Err(IdentityError::KeyMismatch);
+        }
+        let issuer = Issuer::new(authority_params(cluster)?, key);
+        Ok(Self { cluster, cert_pem: cert_pem.to_owned(), issuer })
+    }
+
+    /// Certificate and key, to be kept by the operator.
+    pub fn to_pem(&self) -> IssuedPem {
+        IssuedPem { cert_pem: self.cert_pem.clone(), key_pem: self.issuer.key().serialize_pem() }
+    }
+
+    /// The certificate alone: every member of the cluster has it.
+    pub fn cert_pem(&self) -> &str {
+        &self.cert_pem
+    }
+
+    /// The cluster.
+    pub fn cluster(&self) -> ClusterId {
+        self.cluster
+    }
+
+    /// Draws a key for `name` and certifies it. A node's certificate serves and asks, a client's only asks.
+    pub fn issue(&self, role: Role, name: &PeerName) -> Result<IssuedPem, IdentityError> {
+        let key = KeyPair::generate().map_err(issue_error("key"))?;
+        let uri = format!("rapidraid://{}/{role}/{name}", self.cluster);
+        let mut params = base_params(name.as_str(), &uri)?;
+        params.use_authority_key_identifier_extension = true;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        if role == Role::Node {
+            params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
+            let name = tls::SERVER_NAME.try_into().map_err(issue_error("certificate"))?;
+            params.subject_alt_names.push(SanType::DnsName(name));
+        }
+        let cert = params.signed_by(&key, &self.issuer).map_err(issue_error("certificate"))?;
+        Ok(IssuedPem { cert_pem: cert.pem(), key_pem: key.serialize_pem() })
+    }
+}
+
+fn issue_error(what: &'static str) -> impl FnOnce(rcgen::Error) -> IdentityError {
+    move |error| IdentityError::Issue { what, reason: error.to_string() }
+}
+
+fn base_params(common_name: &str, uri: &str) -> Result<CertificateParams, IdentityError> {
+    let mut params = CertificateParams::default();
+    params.not_before = rcgen::date_time_ymd(VALID_YEARS.0, 1, 1);
+    params.not_after = rcgen::date_time_ymd(VALID_YEARS.1, 1, 1);
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, common_name);
+    let uri = uri.try_into().map_err(issue_error("certificate's name"))?;
+    params.subject_alt_names = vec![SanType::URI(uri)];
+    Ok(params)
+}
+
+/// A function of the cluster alone, so that an authority read back issues under the same name.
+fn authority_params(cluster: ClusterId) -> Result<CertificateParams, IdentityError> {
+    let mut params =
+        base_params(&format!("rapidraid {cluster}"), &format!("rapidraid://{cluster}/ca"))?;
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    Ok(params)
+}
+
+/// What a process needs to prove who it is, checked to fit together.
+#[derive(Clone)]
+pub struct Identity {
+    cluster: ClusterId,
+    peer: Peer,
+    authority: CertificateDer<'static>,
+    certificate: CertificateDer<'static>,
+    key: Arc<PrivateKeyDer<'static>>,
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Identity")
+            .field("cluster", &self.cluster)
+            .field("peer", &self.peer)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Identity {
+    /// The identity in these three files. The authority must have issued the certificate for its own
+    /// cluster, and the key must be the certificate's. Dates are judged at each handshake, not here.
+    pub fn from_pem(ca_pem: &str, cert_pem: &str, key_pem: &str) -> Result<Self, IdentityError> {
+        let authority = one_certificate("authority's certificate", ca_pem)?;
+        let certificate = one_certificate("certificate", cert_pem)?;
+        let parsed_authority = parse_certificate("authority's certificate", &authority)?;
+        let parsed = parse_certificate("certificate", &certificate)?;
+        let cluster = authority_cluster(&parsed_authority)?;
+        let peer = member_of(cluster, &parsed)?;
+
+        let start = |cert: &X509Certificate<'_>| cert.validity().not_before.timestamp();
+        let valid_at = start(&parsed).max(start(&parsed_authority)).try_into().unwrap_or(0);
+        check_issued(&authority, &certificate, peer.role, Duration::from_secs(valid_at))
+            .map_err(|error| IdentityError::NotIssued { reason: error.to_string() })?;
+
+        let key = PrivateKeyDer::from_pem_slice(key_pem.as_bytes())
+            .map_err(|error| IdentityError::Malformed { what: "key", reason: error.to_string() })?;
+        CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &tls::provider())
+            .map_err(|_| IdentityError::KeyMismatch)?;
+        Ok(Self { cluster, peer, authority, certificate, key: Arc::new(key) })
+    }
+
+    /// The cluster.
+    pub fn cluster(&self) -> ClusterId {
+        self.cluster
+    }
+
+    /// Role and name.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// What this process may be.
+    pub fn role(&self) -> Role {
+        self.peer.role
+    }
+
+    /// The name in the cluster.
+    pub fn name(&self) -> &PeerName {
+        &self.peer.name
+    }
+
+    pub(super) fn authority(&self) -> &CertificateDer<'static> {
+        &self.authority
+    }
+
+    pub(super) fn certificate(&self) -> CertificateDer<'static> {
+        self.certificate.clone()
+    }
+
+    pub(super) fn key(&self) -> PrivateKeyDer<'static> {
+        self.key.clone_key()
+    }
+}
+
+/// The same rules as in a handshake, so that what passes here works there.
+fn check_issued(
+    authority: &CertificateDer<'static>,
+    certificate: &CertificateDer<'static>,
+    role: Role,
+    at: Duration,
+) -> Result<(), rustls::Error> {
+    let at = UnixTime::since_unix_epoch(at);
+    tls::client_verifier(authority)?.verify_client_cert(certificate, &[], at)?;
+    if role == Role::Node {
+        let name = ServerName::try_from(tls::SERVER_NAME)
+            .map_err(|error| rustls::Error::General(error.to_string()))?;
+        tls::server_verifier(authority)?.verify_server_cert(certificate, &[], &name, &[], at)?;
+    }
+    Ok(())
+}
+
+/// Who the holder of this verified certificate is in `cluster`.
+pub(super) fn peer_of(cluster: ClusterId, der: &[u8]) -> Result<Peer, IdentityError> {
+    member_of(cluster, &parse_certificate("certificate", der)?)
+}
+
+fn member_of(expected: ClusterId, cert: &X509Certificate<'_>) -> Result<Peer, IdentityError> {
+    let uri = the_uri(cert)?;
+    let wrong = || IdentityError::Name { found: uri.to_owned() };
+    let mut parts = uri.strip_prefix("rapidraid://").ok_or_else(wrong)?.split('/');
+    let (Some(cluster), Some(role), Some(name), None) =
+        (parts.next(), parts.next(), parts.next(), parts.next())
+    else {
+        return Err(wrong());
+    };
+    let found: ClusterId = cluster.parse().map_err(|_| wrong())?;
+    let role = match role {
+        "node" => Role::Node,
+        "client" => Role::Client,
+        _ => return Err(wrong()),
+    };
+    let name = name.parse().map_err(|_| wrong())?;
+    if found != expected {
+        return Err(IdentityError::OtherCluster { expected, found });
+    }
+    Ok(Peer { role, name })
+}
+
+fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId, IdentityError> {
+    let uri = the_uri(cert)?;
+    uri.strip_prefix("rapidraid://")
+        .and_then(|rest| rest.strip_suffix("/ca"))
+        .and_then(|cluster| cluster.parse().ok())
+        .ok_or_else(|| IdentityError::Malformed {
+            what: "authority's certificate",
+            reason: format!("it names {uri:?}, expected rapidraid://CLUSTER/ca"),
+        })
+}
+
+/// The only URI of a certificate. Two would leave it to the reader who the holder is.
+fn the_uri<'a>(cert: &'a X509Certificate<'_>) -> Result<&'a str, IdentityError> {
+    let names = cert.subject_alternative_name().ok().flatten();
+    let names = names.as_ref().map_or(&[][..], |names| names.value.general_names.as_slice());
+    let uris: Vec<&str> = names
+        .iter()
+        .filter_map(|name| if let GeneralName::URI(uri) = name { Some(*uri) } else { None })
+        .collect();
+    match uris.as_slice() {
+        [uri] => Ok(uri),
+        _ => Err(IdentityError::Name { found: uris.join(" ").chars().take(256).collect() }),
+    }
+}
+
+fn one_certificate(what: &'static str, pem: &str) -> Result<CertificateDer<'static>, IdentityError> {
+    let wrong = |reason: String| IdentityError::Malformed { what, reason };
+    let mut found = CertificateDer::pem_slice_iter(pem.as_bytes());
+    match (found.next(), found.next()) {
+        (Some(Ok(der)), None) => Ok(der),
+        (Some(Err(error)), _) | (_, Some(Err(error))) => Err(wrong(error.to_string())),
+        (None, _) => Err(wrong("it has no certificate".into())),
+        (Some(_), Some(_)) => Err(wrong("it has more than one certificate".into())),
+    }
+}
+
+fn parse_certificate<'a>(
+    what: &'static str,
+    der: &'a [u8],
+) -> Result<X509Certificate<'a>, IdentityError> {
+    let wrong = |reason: String| IdentityError::Malformed { what, reason };
+    match X509Certificate::from_der(der) {
+        Ok(([], cert)) => Ok(cert),
+        Ok(_) => Err(wrong("bytes follow the certificate".into())),
+        Err(error) => Err(wrong(error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(text: &str) -> PeerName {
+        text.parse().unwrap()
+    }
+
+    fn authority(byte: u8) -> Authority {
+        Authority::create(ClusterId([byte; 16])).unwrap()
+    }
+
+    #[test]
+    fn an_authority_read_back_issues_for_the_same_cluster() {
+        let first = authority(1);
+        let kept = first.to_pem();
+        let again = Authority::from_pem(&kept.cert_pem, &kept.key_pem).unwrap();
+        assert_eq!(again.cluster(), ClusterId([1; 16]));
+        for (role, text) in [(Role::Node, "rack-1.node_7"), (Role::Client, "trainer")] {
+            let issued = again.issue(role, &name(text)).unwrap();
+            let identity =
+                Identity::from_pem(first.cert_pem(), &issued.cert_pem, &issued.key_pem).unwrap();
+            assert_eq!((identity.cluster(), identity.role()), (ClusterId([1; 16]), role));
+            assert_eq!(identity.name(), &name(text));
+        }
+    }
+
+    #[test]
+    fn files_that_do_not_fit_together_are_refused() {
+        let (ours, other) = (authority(1), authority(2));
+        let same_cluster = authority(1);
+        let (a, b) = (name("a"), name("b"));
+        let (issued, second) =
+            (ours.issue(Role::Node, &a).unwrap(), ours.issue(Role::Node, &b).unwrap());
+        let foreign = other.issue(Role::Node, &a).unwrap();
+        let forged = same_cluster.issue(Role::Node, &a).unwrap();
+        let open = |cert: &IssuedPem, key: &IssuedPem| {
+            Identity::from_pem(ours.cert_pem(), &cert.cert_pem, &key.key_pem).map(|_| ())
+        };
+        assert_eq!(open(&issued, &issued), Ok(()));
+        assert_eq!(open(&issued, &second), Err(IdentityError::KeyMismatch));
+        assert!(matches!(open(&foreign, &foreign), Err(IdentityError::OtherCluster { .. })));
+        assert!(matches!(open(&forged, &forged), Err(IdentityError::NotIssued { .. })));
+        let kept = (ours.to_pem(), other.to_pem());
+        assert!(matches!(
+            Authority::from_pem(&kept.0.cert_pem, &kept.1.key_pem),
+            Err(IdentityError::KeyMismatch)
+        ));
+        assert!(matches!(open(&kept.0, &kept.0), Err(IdentityError::Name { .. })));
+        let garbage = IssuedPem { cert_pem: "garbage".into(), key_pem: "garbage".into() };
+        assert!(matches!(open(&garbage, &issued), Err(IdentityError::Malformed { .. })));
+        assert!(matches!(open(&issued, &garbage), Err(IdentityError::Malformed { .. })));
+    }
+
+    #[test]
+    fn a_certificate_names_exactly_one_member() {
+        let ours = authority(1);
+        let cluster = ours.cluster();
+        let parse = |uris: &[String]| {
+            let mut params = base_params("x", "rapidraid://x").unwrap();
+            params.subject_alt_names =
+                uris.iter().map(|uri| SanType::URI(uri.as_str().try_into().unwrap())).collect();
+            let cert = params.signed_by(&KeyPair::generate().unwrap(), &ours.issuer).unwrap();
+            peer_of(cluster, cert.der())
+        };
+        let good = format!("rapidraid://{cluster}/client/c");
+        assert_eq!(parse(&[good.clone()]), Ok(Peer { role: Role::Client, name: name("c") }));
+        for bad in [
+            vec![],
+            vec![good.clone(), format!("rapidraid://{cluster}/node/n")],
+            vec![format!("rapidraid://{cluster}/admin/c")],
+            vec![format!("rapidraid://{cluster}/node/")],
+            vec![format!("rapidraid://{cluster}/node/a/b")],
+            vec![format!("rapidraid://{cluster}/ca")],
+            vec![format!("https://{cluster}/node/a")],
+            vec!["rapidraid:///node/a".to_owned()],
+        ] {
+            assert!(matches!(parse(&bad), Err(IdentityError::Name { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn keys_are_not_printed() {
+        let ours = authority(1);
+        let issued = ours.issue(Role::Node, &name("a")).unwrap();
+        let identity =
+            Identity::from_pem(ours.cert_pem(), &issued.cert_pem, &issued.key_pem).unwrap();
+        let secret = issued.key_pem.lines().nth(1).unwrap();
+        for text in [format!("{ours:?}"), format!("{issued:?}"), format!("{identity:?}")] {
+            assert!(!text.contains("PRIVATE") && !text.contains(secret), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_secret_that_others_can_read_is_refused_with_the_remedy() {
+        let path = Path::new("ca/ca.key");
+        assert_eq!(check_secret_file_mode(0o100_600, path), Ok(()));
+        assert_eq!(check_secret_file_mode(0o100_400, path), Ok(()));
+        for mode in [0o100_640, 0o100_604, 0o100_620, 0o100_644] {
+            let error = check_secret_file_mode(mode, path).unwrap_err();
+            assert_eq!(error.to_string(), "others can read ca/ca.key: chmod 600 ca/ca.key");
+        }
+    }
+}

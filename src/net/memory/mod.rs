@@ -1,0 +1,195 @@
+//! A network inside one process, for deterministic clusters: no sockets, no threads, no clock. It behaves as
+//! QUIC does where callers can tell the difference: windows, stream limits, resets, when a stream becomes
+//! visible, what closing loses. It adds what real networks only do by accident: [`MemoryNetwork::kill`]
+//! and [`MemoryNetwork::partition`].
+
+mod link;
+mod pipe;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use async_trait::async_trait;
+use tokio::sync::{Mutex as AsyncMutex, mpsc};
+
+use super::{ABANDONED, Address, Connection, NetError, Peer, Role, Transport, check_server};
+use link::{Link, MemoryConnection};
+
+/// Connections that wait for [`Transport::accept`]; one more is turned away as busy.
+const BACKLOG: usize = 64;
+
+/// A network that lives in this process.
+#[derive(Default)]
+pub struct MemoryNetwork {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    members: BTreeMap<String, Member>,
+    links: Vec<Weak<Link>>,
+    cuts: BTreeSet<(String, String)>,
+    joined: u64,
+}
+
+struct Member {
+    /// Tells a transport from its successor at the same address.
+    number: u64,
+    peer: Peer,
+    backlog: mpsc::Sender<Arc<dyn Connection>>,
+}
+
+/// One member's access to a [`MemoryNetwork`]. Dropping it leaves the network.
+pub struct MemoryTransport {
+    network: Arc<MemoryNetwork>,
+    number: u64,
+    peer: Peer,
+    address: String,
+    backlog: AsyncMutex<mpsc::Receiver<Arc<dyn Connection>>>,
+}
+
+fn pair(a: &str, b: &str) -> (String, String) {
+    if a <= b { (a.into(), b.into()) } else { (b.into(), a.into()) }
+}
+
+impl MemoryNetwork {
+    /// A network without members.
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Joins as `peer`, reachable at `address` if it is a node. Whoever had the address is killed first,
+    /// as a restart does.
+    pub fn join(self: &Arc<Self>, peer: Peer, address: &str) -> MemoryTransport {
+        self.kill(address);
+        let (sender, receiver) = mpsc::channel(BACKLOG);
+        let mut state = self.lock();
+        state.joined += 1;
+        let number = state.joined;
+        let member = Member { number, peer: peer.clone(), backlog: sender };
+        state.members.insert(address.to_owned(), member);
+        drop(state);
+        MemoryTransport {
+            network: self.clone(),
+            number,
+            peer,
+            address: address.to_owned(),
+            backlog: AsyncMutex::new(receiver),
+        }
+    }
+
+    /// Ends the member at `address` as a power cut does: its connections break without a word, it is
+    /// reachable no more, and its own transport only fails.
+    pub fn kill(&self, address: &str) {
+        let mut state = self.lock();
+        state.members.remove(address);
+        state.break_links(|link| link.joins(address));
+    }
+
+    /// Lets nothing pass between two addresses: their connections break and new ones are not made.
+    pub fn partition(&self, a: &str, b: &str) {
+        let mut state = self.lock();
+        state.cuts.insert(pair(a, b));
+        state.break_links(|link| link.joins(a) && link.joins(b));
+    }
+
+    /// Ends the partition between two addresses. Broken connections stay broken.
+    pub fn heal(&self, a: &str, b: &str) {
+        self.lock().cuts.remove(&pair(a, b));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn break_links(&mut self, concerned: impl Fn(&Link) -> bool) {
+        self.links.retain(|link| match link.upgrade() {
+            Some(link) if concerned(&link) => {
+                link.close(None, ABANDONED, "");
+                false
+            }
+            other => other.is_some(),
+        });
+    }
+}
+
+impl MemoryTransport {
+    fn is_member(&self, state: &State) -> bool {
+        state.members.get(&self.address).is_some_and(|member| member.number == self.number)
+    }
+
+    fn leave(&self, code: u32, reason: &str) {
+        let mut state = self.network.lock();
+        if !self.is_member(&state) {
+            return;
+        }
+        state.members.remove(&self.address);
+        state.links.retain(|link| {
+            let Some(link) = link.upgrade() else { return false };
+            if let Some(side) = link.side_of(&self.address) {
+                link.close(Some(side), code, reason);
+            }
+            true
+        });
+    }
+}
+
+#[async_trait]
+impl Transport for MemoryTransport {
+    async fn connect(&self, to: &Address) -> Result<Arc<dyn Connection>, NetError> {
+        let unreachable = |reason: &str| NetError::Unreachable {
+            to: to.to_string(),
+            reason: reason.to_owned(),
+        };
+        let mut state = self.network.lock();
+        if !self.is_member(&state) {
+            return Err(NetError::ShutDown);
+        }
+        if state.cuts.contains(&pair(&self.address, &to.host_port)) {
+            return Err(unreachable("the network is partitioned"));
+        }
+        let member = match state.members.get(&to.host_port) {
+            Some(member) if member.peer.role == Role::Node => member,
+            _ => return Err(unreachable("nobody listens there")),
+        };
+        check_server(to, &member.peer)?;
+        let link = Link::new([self.address.clone(), to.host_port.clone()]);
+        let (ours, theirs) =
+            MemoryConnection::both_ends(&link, self.peer.clone(), member.peer.clone());
+        match member.backlog.try_send(theirs) {
+            Ok(()) => {}
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                return Err(NetError::Busy { peer: to.to_string() });
+            }
+            Err(mpsc::error::TrySendError::Closed(_)) => {
+                return Err(unreachable("nobody listens there"));
+            }
+        }
+        state.links.retain(|link| link.strong_count() > 0);
+        state.links.push(Arc::downgrade(&link));
+        Ok(ours)
+    }
+
+    async fn accept(&self) -> Option<Arc<dyn Connection>> {
+        let mut backlog = self.backlog.lock().await;
+        // Leaving the network drops the sender, which ends this.
+        loop {
+            let connection = backlog.recv().await?;
+            if !connection.is_closed() {
+                return Some(connection);
+            }
+        }
+    }
+
+    async fn close(&self) {
+        self.leave(ABANDONED, "the peer shuts down");
+    }
+}
+
+impl Drop for MemoryTransport {
+    fn drop(&mut self) {
+        self.leave(ABANDONED, "the peer shuts down");
+    }
+}

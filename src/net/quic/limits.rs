@@ -1,0 +1,150 @@
+//! What bounds a QUIC connection, in bytes, streams and time, and the tuning that goes with it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use quinn::{EndpointConfig, IdleTimeout, MtuDiscoveryConfig, TransportConfig};
+
+use super::super::NetError;
+
+/// The largest UDP payload that is sent or received, headers of UDP and IP not counted.
+///
+/// quinn hands the kernel batches of [`BATCH_DATAGRAMS`]. A batch beyond [`MAX_BATCH_BYTES`] is refused with
+/// EMSGSIZE, which quinn's socket takes for a failed MTU probe: the batch vanishes without an error and the
+/// connection stands still. So 6,550 is the ceiling while segmentation offload is on, and offload is worth
+/// more than larger datagrams: 6,500 with it is 2.7 times as fast as 8,952 without.
+pub(super) const MAX_DATAGRAM_BYTES: u16 = 6500;
+/// quinn's `MAX_TRANSMIT_SEGMENTS`.
+const BATCH_DATAGRAMS: usize = 10;
+/// The longest payload of one UDP send over IPv4 (RFC 791 and 768: 65,535 - 20 - 8).
+const MAX_BATCH_BYTES: usize = 65_507;
+const _: () = assert!(MAX_DATAGRAM_BYTES as usize * BATCH_DATAGRAMS <= MAX_BATCH_BYTES);
+
+/// Passes on every path (RFC 9000, 14); discovery raises it to what the path carries.
+const INITIAL_DATAGRAM_BYTES: u16 = 1200;
+
+/// The bounds of one transport and of each of its connections.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TransportLimits {
+    /// How far one stream's sender may be ahead of its reader. Memory: up to this per incoming stream,
+    /// held while its reader is behind. Bandwidth of a stream is at most this per round trip. Default 1 MiB.
+    pub stream_window_bytes: u32,
+    /// The same for all streams of a connection together. Memory: up to this per connection, and the
+    /// whole cost of received data whatever the number of streams. Default 16 MiB.
+    pub connection_window_bytes: u32,
+    /// Bytes written but not yet acknowledged. Memory: up to this per connection; writers wait beyond it.
+    /// Default 16 MiB.
+    pub send_window_bytes: u32,
+    /// Streams with both directions that the peer may have open at once. Memory: about 1 KiB each beside
+    /// the windows. Default 256.
+    pub max_bi_streams: u32,
+    /// Streams towards us that the peer may have open at once. Memory as above. Default 64.
+    pub max_uni_streams: u32,
+    /// Connections at once, in both directions; one more that comes in is refused. Memory: each may hold both of its windows. Default 1024.
+    pub max_connections: u32,
+    /// A connection that hears nothing for so long is lost. Default 10 s.
+    pub idle_timeout: Duration,
+    /// How often a quiet connection is probed, so that only a dead one is idle. At most half of
+    /// `idle_timeout`. Default 3 s.
+    pub keep_alive: Duration,
+}
+
+impl Default for TransportLimits {
+    fn default() -> Self {
+        Self {
+            stream_window_bytes: 1 << 20,
+            connection_window_bytes: 16 << 20,
+            send_window_bytes: 16 << 20,
+            max_bi_streams: 256,
+            max_uni_streams: 64,
+            max_connections: 1024,
+            idle_timeout: Duration::from_secs(10),
+            keep_alive: Duration::from_secs(3),
+        }
+    }
+}
+
+fn limit(field: &'static str, expected: &'static str) -> NetError {
+    NetError::Limit { field, expected }
+}
+
+impl TransportLimits {
+    fn check(&self) -> Result<(), NetError> {
+        if self.stream_window_bytes == 0 {
+            return Err(limit("stream_window_bytes", "more than 0"));
+        }
+        if self.connection_window_bytes < self.stream_window_bytes {
+            return Err(limit("connection_window_bytes", "at least stream_window_bytes"));
+        }
+        if self.send_window_bytes == 0 {
+            return Err(limit("send_window_bytes", "more than 0"));
+        }
+        if self.max_connections == 0 {
+            return Err(limit("max_connections", "more than 0"));
+        }
+        if self.keep_alive.is_zero() || self.keep_alive > self.idle_timeout / 2 {
+            return Err(limit("keep_alive", "more than 0, at most half of idle_timeout"));
+        }
+        Ok(())
+    }
+
+    /// These limits as quinn takes them.
+    ///
+    /// Left at quinn's defaults on purpose: Cubic (BBR is unmaintained there), segmentation offload on,
+    /// ACK frequency off (it stalls with large datagrams).
+    pub(super) fn transport_config(&self) -> Result<Arc<TransportConfig>, NetError> {
+        self.check()?;
+        let idle = IdleTimeout::try_from(self.idle_timeout)
+            .map_err(|_| limit("idle_timeout", "less than 2^62 ms"))?;
+        let mut discovery = MtuDiscoveryConfig::default();
+        discovery.upper_bound(MAX_DATAGRAM_BYTES);
+        let mut config = TransportConfig::default();
+        config
+            .stream_receive_window(self.stream_window_bytes.into())
+            .receive_window(self.connection_window_bytes.into())
+            .send_window(self.send_window_bytes.into())
+            .max_concurrent_bidi_streams(self.max_bi_streams.into())
+            .max_concurrent_uni_streams(self.max_uni_streams.into())
+            .max_idle_timeout(Some(idle))
+            .keep_alive_interval(Some(self.keep_alive))
+            .initial_mtu(INITIAL_DATAGRAM_BYTES)
+            .mtu_discovery_config(Some(discovery))
+            .datagram_receive_buffer_size(None);
+        Ok(Arc::new(config))
+    }
+}
+
+/// What concerns the socket. The receive buffer is 64 x 32 times the largest datagram in address space
+/// (13 MiB), of which the kernel's batches touch at most 2 MiB.
+pub(super) fn endpoint_config() -> Result<EndpointConfig, NetError> {
+    let mut config = EndpointConfig::default();
+    config
+        .max_udp_payload_size(MAX_DATAGRAM_BYTES)
+        .map_err(|_| limit("max_udp_payload_size", "1200 to 65527"))?;
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_that_cannot_work_are_named() {
+        let field = |change: fn(&mut TransportLimits)| {
+            let mut limits = TransportLimits::default();
+            change(&mut limits);
+            match limits.transport_config() {
+                Err(NetError::Limit { field, .. }) => field,
+                _ => "",
+            }
+        };
+        assert_eq!(field(|_| {}), "");
+        assert_eq!(field(|l| l.stream_window_bytes = 0), "stream_window_bytes");
+        assert_eq!(field(|l| l.connection_window_bytes = 1), "connection_window_bytes");
+        assert_eq!(field(|l| l.send_window_bytes = 0), "send_window_bytes");
+        assert_eq!(field(|l| l.max_connections = 0), "max_connections");
+        assert_eq!(field(|l| l.keep_alive = Duration::from_secs(6)), "keep_alive");
+        let forever = |l: &mut TransportLimits| l.idle_timeout = Duration::MAX;
+        assert_eq!(field(forever), "idle_timeout");
+    }
+}

@@ -1,0 +1,307 @@
+//! The transport over QUIC (quinn): one UDP socket per process, mutual TLS with the cluster's authority.
+//!
+//! A connection is handed out only when the other side has shown a certificate of this cluster's authority,
+//! the URI in it names this cluster, and, on the connecting side, the expected node. Whoever fails is
+//! refused and logged; the daemon goes on.
+
+mod connection;
+mod crypto;
+mod limits;
+mod socket;
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use quinn::{AsyncUdpSocket, Endpoint, Incoming, Runtime, ServerConfig, TokioRuntime};
+use rustls_pki_types::CertificateDer;
+use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::{JoinHandle, JoinSet};
+
+pub use crypto::ALPN;
+pub use limits::TransportLimits;
+
+use super::identity::{Identity, IdentityError, peer_of};
+use super::{ABANDONED, Address, Connection, NetError, Peer, Role, Transport, check_server, tls};
+use crate::clock::{Clock, deadline};
+use crate::id::ClusterId;
+use crate::kind::Kind;
+use connection::{QuicConnection, connection_error};
+
+/// How long connecting may take: resolving, and then all addresses of the host together.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// How long an incoming handshake may take.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// How long [`Transport::close`] waits for the peers to know.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+/// Incoming handshakes, and proven connections that nobody has accepted yet.
+const MAX_HANDSHAKES: usize = 128;
+/// How many addresses of one host are tried.
+const MAX_ADDRESSES: usize = 4;
+/// Datagrams that arrive for a handshake before it is begun, for all of them together.
+const INCOMING_BUFFER_BYTES: u64 = 1 << 20;
+
+/// A process's endpoint.
+pub struct QuicTransport {
+    endpoint: Endpoint,
+    client: quinn::ClientConfig,
+    cluster: ClusterId,
+    clock: Arc<dyn Clock>,
+    socket: Weak<dyn AsyncUdpSocket>,
+    listener: Option<Listener>,
+}
+
+struct Listener {
+    ready: Mutex<mpsc::Receiver<Admitted>>,
+    task: JoinHandle<()>,
+}
+
+/// A proven connection. Its handshake counts against [`MAX_HANDSHAKES`] until it is accepted.
+struct Admitted {
+    connection: Arc<dyn Connection>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl QuicTransport {
+    /// An endpoint of a node on `addr`, which accepts and makes connections.
+    pub async fn listen(
+        addr: SocketAddr,
+        identity: &Identity,
+        limits: &TransportLimits,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, NetError> {
+        if identity.role() != Role::Node {
+            return Err(IdentityError::NotANode { name: identity.name().clone() }.into());
+        }
+        let mut server = ServerConfig::with_crypto(crypto::server_crypto(identity)?);
+        server
+            .transport_config(limits.transport_config()?)
+            // Members do not wander between addresses: a packet from a new one is not theirs.
+            .migration(false)
+            .max_incoming(MAX_HANDSHAKES)
+            .incoming_buffer_size(INCOMING_BUFFER_BYTES / 16)
+            .incoming_buffer_size_total(INCOMING_BUFFER_BYTES);
+        let mut transport = Self::open(addr, Some(server), identity, limits, clock)?;
+        let (sender, ready) = mpsc::channel(MAX_HANDSHAKES);
+        let admission = Admission {
+            endpoint: transport.endpoint.clone(),
+            cluster: transport.cluster,
+            clock: transport.clock.clone(),
+            max_connections: limits.max_connections as usize,
+            ready: sender,
+        };
+        let task = tokio::spawn(admission.run());
+        transport.listener = Some(Listener { ready: Mutex::new(ready), task });
+        Ok(transport)
+    }
+
+    /// An endpoint that only connects, on a port that the system chooses.
+    pub async fn connect_only(
+        identity: &Identity,
+        limits: &TransportLimits,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, NetError> {
+        let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
+        Self::open(any, None, identity, limits, clock.clone()).or_else(|_| {
+            // A machine without IPv6.
+            let any = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+            Self::open(any, None, identity, limits, clock)
+        })
+    }
+
+    fn open(
+        addr: SocketAddr,
+        server: Option<ServerConfig>,
+        identity: &Identity,
+        limits: &TransportLimits,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, NetError> {
+        let mut client = quinn::ClientConfig::new(crypto::client_crypto(identity)?);
+        client.transport_config(limits.transport_config()?);
+        let config = limits::endpoint_config()?;
+        let wrong =
+            |error: std::io::Error| NetError::Socket { addr: addr.to_string(), reason: error.to_string() };
+        let socket = TokioRuntime.wrap_udp_socket(socket::bind(addr)?).map_err(wrong)?;
+        let weak = Arc::downgrade(&socket);
+        let endpoint =
+            Endpoint::new_with_abstract_socket(config, server, socket, Arc::new(TokioRuntime))
+                .map_err(wrong)?;
+        let cluster = identity.cluster();
+        let transport = Self { endpoint, client, cluster, clock, socket: weak, listener: None };
+        if !transport.segmentation_offload() {
+            tracing::warn!("the kernel offers no UDP segmentation offload: sending costs three times the CPU");
+        }
+        Ok(transport)
+    }
+
+    /// The address that the socket is bound to.
+    pub fn local_addr(&self) -> Result<SocketAddr, NetError> {
+        self.endpoint
+            .local_addr()
+            .map_err(|error| NetError::Socket { addr: "?".into(), reason: error.to_string() })
+    }
+
+    /// Whether the kernel cuts batches into datagrams (GSO). It is on where the kernel has it, and quinn
+    /// turns it off when a device refuses; without it sending costs about three times the CPU.
+    pub fn segmentation_offload(&self) -> bool {
+        self.socket.upgrade().is_some_and(|socket| socket.max_transmit_segments() > 1)
+    }
+
+    /// How many connections are open or opening, in both directions.
+    pub fn open_connections(&self) -> usize {
+        self.endpoint.open_connections()
+    }
+
+    async fn dial(&self, addr: SocketAddr, to: &Address) -> Result<QuicConnection, NetError> {
+        let connecting = self
+            .endpoint
+            .connect_with(self.client.clone(), addr, tls::SERVER_NAME)
+            .map_err(|error| match error {
+                quinn::ConnectError::EndpointStopping => NetError::ShutDown,
+                _ => NetError::Unreachable { to: to.to_string(), reason: error.to_string() },
+            })?;
+        let connection =
+            connecting.await.map_err(|error| connection_error(&to.to_string(), error))?;
+        let peer = prove(self.cluster, &connection, &to.to_string())?;
+        check_server(to, &peer).inspect_err(|error| refuse(&connection, error))?;
+        Ok(QuicConnection::new(connection, peer))
+    }
+
+    async fn dial_any(&self, to: &Address) -> Result<QuicConnection, NetError> {
+        let wrong = |reason: String| NetError::Resolve { host_port: to.host_port.clone(), reason };
+        let found = tokio::net::lookup_host(&to.host_port).await;
+        let found: Vec<SocketAddr> =
+            found.map_err(|error| wrong(error.to_string()))?.take(MAX_ADDRESSES).collect();
+        let mut result = Err(wrong("the resolver knows none".into()));
+        for &addr in &found {
+            // UDP has no "connection refused": a silent address must leave time for the next.
+            let share = CONNECT_LIMIT / found.len() as u32;
+            result = deadline(&*self.clock, share, self.dial(addr, to)).await.unwrap_or_else(
+                |elapsed| {
+                    Err(NetError::ConnectTimeout { to: to.to_string(), limit: elapsed.limit })
+                },
+            );
+            match &result {
+                Err(error) if error.kind().is_transient() => {}
+                _ => break,
+            }
+        }
+        result
+    }
+}
+
+#[async_trait]
+impl Transport for QuicTransport {
+    async fn connect(&self, to: &Address) -> Result<Arc<dyn Connection>, NetError> {
+        match deadline(&*self.clock, CONNECT_LIMIT, self.dial_any(to)).await {
+            Ok(result) => Ok(Arc::new(result?)),
+            Err(elapsed) => {
+                Err(NetError::ConnectTimeout { to: to.to_string(), limit: elapsed.limit })
+            }
+        }
+    }
+
+    async fn accept(&self) -> Option<Arc<dyn Connection>> {
+        let mut ready = self.listener.as_ref()?.ready.lock().await;
+        loop {
+            let admitted = ready.recv().await?;
+            if !admitted.connection.is_closed() {
+                return Some(admitted.connection);
+            }
+        }
+    }
+
+    async fn close(&self) {
+        self.endpoint.close(ABANDONED.into(), b"the peer shuts down");
+        // Beyond the limit the peers find out by their idle timeouts.
+        let _ = deadline(&*self.clock, CLOSE_LIMIT, self.endpoint.wait_idle()).await;
+    }
+}
+
+impl Drop for QuicTransport {
+    fn drop(&mut self) {
+        self.endpoint.close(ABANDONED.into(), b"the peer shuts down");
+        if let Some(listener) = &self.listener {
+            listener.task.abort();
+        }
+    }
+}
+
+/// Who is behind a connection whose certificate TLS has verified.
+fn prove(
+    cluster: ClusterId,
+    connection: &quinn::Connection,
+    label: &str,
+) -> Result<Peer, NetError> {
+    let chain = connection.peer_identity();
+    let chain = chain.as_ref().and_then(|chain| chain.downcast_ref::<Vec<CertificateDer<'static>>>());
+    let refused = |reason: String| NetError::Refused { peer: label.to_owned(), reason };
+    let leaf = chain.and_then(|chain| chain.first());
+    let leaf = leaf.ok_or_else(|| refused("it shows no certificate".into()));
+    leaf.and_then(|leaf| peer_of(cluster, leaf).map_err(|error| refused(error.to_string())))
+        .inspect_err(|error| refuse(connection, error))
+}
+
+fn refuse(connection: &quinn::Connection, error: &NetError) {
+    connection.close(Kind::Denied.wire_code().into(), error.to_string().as_bytes());
+}
+
+/// Turns incoming attempts into proven connections, a bounded number at a time.
+struct Admission {
+    endpoint: Endpoint,
+    cluster: ClusterId,
+    clock: Arc<dyn Clock>,
+    max_connections: usize,
+    ready: mpsc::Sender<Admitted>,
+}
+
+impl Admission {
+    /// Ends with the endpoint; handshakes under way end with this.
+    async fn run(self) {
+        let running = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+        let mut handshakes = JoinSet::new();
+        while let Some(incoming) = self.endpoint.accept().await {
+            while handshakes.try_join_next().is_some() {}
+            let from = incoming.remote_address();
+            let permit = running.clone().try_acquire_owned();
+            let full = self.endpoint.open_connections() >= self.max_connections;
+            let (Ok(permit), false) = (permit, full) else {
+                tracing::warn!(%from, "connection refused: too many at once");
+                incoming.refuse();
+                continue;
+            };
+            // Under pressure an address has to answer before it costs a handshake (RFC 9000, 8.1.2).
+            let pressed = running.available_permits() < MAX_HANDSHAKES / 2;
+            if pressed && !incoming.remote_address_validated() && incoming.may_retry() {
+                // Fails only for an attempt that has been retried.
+                let _ = incoming.retry();
+                continue;
+            }
+            let (cluster, clock, ready) = (self.cluster, self.clock.clone(), self.ready.clone());
+            handshakes.spawn(async move {
+                let admitted = deadline(&*clock, HANDSHAKE_LIMIT, admit(incoming, cluster)).await;
+                match admitted {
+                    Ok(Ok(connection)) => {
+                        let connection: Arc<dyn Connection> = Arc::new(connection);
+                        // Fails only when the transport is gone.
+                        let _ = ready.send(Admitted { connection, _permit: permit }).await;
+                    }
+                    Ok(Err(error)) => tracing::info!(%from, %error, "connection refused"),
+                    Err(elapsed) => tracing::info!(%from, %elapsed, "handshake given up"),
+                }
+            });
+        }
+    }
+}
+
+async fn admit(incoming: Incoming, cluster: ClusterId) -> Result<QuicConnection, NetError> {
+    let label = incoming.remote_address().to_string();
+    let connection = match incoming.accept() {
+        Ok(connecting) => connecting.await,
+        Err(error) => Err(error),
+    };
+    let connection = connection.map_err(|error| connection_error(&label, error))?;
+    let peer = prove(cluster, &connection, &label)?;
+    Ok(QuicConnection::new(connection, peer))
+}

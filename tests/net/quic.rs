@@ -1,0 +1,310 @@
+//! What only QUIC has: certificates, sockets, datagrams. Strangers are played by a bare quinn endpoint,
+//! which does whatever the test wants.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use rapidraid::clock::SystemClock;
+use rapidraid::kind::Kind;
+use rapidraid::net::identity::{Authority, IdentityError, IssuedPem};
+use rapidraid::net::quic::{ALPN, QuicTransport, TransportLimits};
+use rapidraid::net::{Address, NetError, Role, Transport};
+use rustls::RootCertStore;
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+
+use super::world::{authority, client, identity, node, over_quic};
+use super::{in_time, transfer};
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(aws_lc_rs::default_provider())
+}
+
+fn pem(issued: &IssuedPem) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+    let cert = CertificateDer::from_pem_slice(issued.cert_pem.as_bytes()).unwrap();
+    (vec![cert], PrivateKeyDer::from_pem_slice(issued.key_pem.as_bytes()).unwrap())
+}
+
+fn anchor(authority: &Authority) -> RootCertStore {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(authority.cert_pem().as_bytes()).unwrap()).unwrap();
+    roots
+}
+
+/// A client that trusts `authority` and shows `certificate`, if any.
+fn stranger(authority: &Authority, certificate: Option<&IssuedPem>, alpn: &[u8]) -> quinn::Endpoint {
+    let config = rustls::ClientConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(anchor(authority));
+    let mut config = match certificate.map(pem) {
+        Some((chain, key)) => config.with_client_auth_cert(chain, key).unwrap(),
+        None => config.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![alpn.to_vec()];
+    let mut endpoint = quinn::Endpoint::client("127.0.0.1:0".parse().unwrap()).unwrap();
+    endpoint.set_default_client_config(quinn::ClientConfig::new(Arc::new(
+        QuicClientConfig::try_from(config).unwrap(),
+    )));
+    endpoint
+}
+
+/// Why `stranger` gets nowhere. TLS 1.3 clients are done before the server has judged them, so the refusal
+/// may come after the handshake.
+async fn refusal(stranger: &quinn::Endpoint, addr: SocketAddr) -> quinn::ConnectionError {
+    match stranger.connect(addr, "rapidraid.node").unwrap().await {
+        Ok(connection) => connection.closed().await,
+        Err(error) => error,
+    }
+}
+
+fn alert(error: &quinn::ConnectionError) -> String {
+    match error {
+        quinn::ConnectionError::ConnectionClosed(close) => close.to_string(),
+        other => panic!("not refused by TLS: {other}"),
+    }
+}
+
+/// The node still serves after whatever happened.
+async fn assert_serves(node: &QuicTransport, authority: &Authority) {
+    let client = client(authority, "good").await;
+    let address = Address {
+        host_port: node.local_addr().unwrap().to_string(),
+        node: Some("a".parse().unwrap()),
+    };
+    let (dialled, accepted) = tokio::join!(client.connect(&address), node.accept());
+    assert_eq!(dialled.unwrap().peer().to_string(), "node a");
+    assert_eq!(accepted.unwrap().peer().to_string(), "client good");
+}
+
+#[tokio::test]
+async fn clients_without_a_certificate_of_this_cluster_are_refused() {
+    in_time(async {
+        let (ours, other) = (authority(1), authority(2));
+        let node = node(&ours, "a").await;
+        let addr = node.local_addr().unwrap();
+        let foreign = other.issue(Role::Node, &"a".parse().unwrap()).unwrap();
+        for certificate in [None, Some(&foreign)] {
+            let error = refusal(&stranger(&ours, certificate, ALPN), addr).await;
+            assert!(alert(&error).contains("cryptographic handshake failed"), "{error}");
+        }
+        assert_serves(&node, &ours).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn another_protocol_version_is_refused() {
+    in_time(async {
+        let ours = authority(1);
+        let node = node(&ours, "a").await;
+        let good = ours.issue(Role::Client, &"c".parse().unwrap()).unwrap();
+        let old = stranger(&ours, Some(&good), b"rapidraid/0");
+        let error = refusal(&old, node.local_addr().unwrap()).await;
+        assert!(alert(&error).contains("error 120"), "no_application_protocol: {error}");
+        assert_serves(&node, &ours).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_of_another_cluster_learns_that_it_is_refused() {
+    in_time(async {
+        let (ours, other) = (authority(1), authority(2));
+        let node = node(&ours, "a").await;
+        let host_port = node.local_addr().unwrap().to_string();
+        let foreign = client(&other, "c").await;
+        let error = foreign.connect(&Address { host_port, node: None }).await.err().unwrap();
+        assert!(matches!(error, NetError::Refused { .. }), "{error}");
+        assert_serves(&node, &ours).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_late_refusal_comes_with_the_first_use() {
+    in_time(async {
+        let ours = authority(1);
+        // Trusts the node and is trusted by TLS, and yet is no member: the authority's key signed it for
+        // another cluster.
+        let kept = ours.to_pem();
+        let odd = odd_certificate(&kept);
+        let node = node(&ours, "a").await;
+        let error = refusal(&stranger(&ours, Some(&odd), ALPN), node.local_addr().unwrap()).await;
+        let quinn::ConnectionError::ApplicationClosed(close) = error else { panic!("{error}") };
+        assert_eq!(close.error_code, Kind::Denied.wire_code().into());
+        assert_serves(&node, &ours).await;
+    })
+    .await;
+}
+
+/// A certificate that our authority's key signed and that names a member of another cluster.
+fn odd_certificate(authority: &IssuedPem) -> IssuedPem {
+    let cluster = "01".repeat(16);
+    let key = rcgen::KeyPair::from_pem(&authority.key_pem).unwrap();
+    let mut ca = rcgen::CertificateParams::default();
+    ca.distinguished_name = rcgen::DistinguishedName::new();
+    ca.distinguished_name.push(rcgen::DnType::CommonName, format!("rapidraid {cluster}"));
+    let mut params = rcgen::CertificateParams::default();
+    let uri = format!("rapidraid://{}/client/c", "02".repeat(16));
+    params.subject_alt_names = vec![rcgen::SanType::URI(uri.as_str().try_into().unwrap())];
+    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+    let own = rcgen::KeyPair::generate().unwrap();
+    let cert = params.signed_by(&own, &rcgen::Issuer::new(ca, key)).unwrap();
+    IssuedPem { cert_pem: cert.pem(), key_pem: own.serialize_pem() }
+}
+
+/// A server that shows `certificate` and asks for none.
+fn impostor(certificate: &IssuedPem) -> quinn::Endpoint {
+    let (chain, key) = pem(certificate);
+    let mut config = rustls::ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(chain, key)
+        .unwrap();
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    let config = QuicServerConfig::try_from(config).unwrap();
+    let config = quinn::ServerConfig::with_crypto(Arc::new(config));
+    quinn::Endpoint::server(config, "127.0.0.1:0".parse().unwrap()).unwrap()
+}
+
+#[tokio::test]
+async fn servers_that_are_no_node_of_this_cluster_are_refused() {
+    in_time(async {
+        let (ours, other) = (authority(1), authority(2));
+        let name = "a".parse().unwrap();
+        let own_key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new(vec!["rapidraid.node".to_owned()]).unwrap();
+        let self_signed = IssuedPem {
+            cert_pem: params.self_signed(&own_key).unwrap().pem(),
+            key_pem: own_key.serialize_pem(),
+        };
+        let client = client(&ours, "c").await;
+        for (what, certificate) in [
+            ("self-signed", self_signed),
+            ("another cluster's node", other.issue(Role::Node, &name).unwrap()),
+            ("a client of this cluster", ours.issue(Role::Client, &name).unwrap()),
+        ] {
+            let server = impostor(&certificate);
+            let accepting = server.clone();
+            let accepting = tokio::spawn(async move {
+                if let Some(incoming) = accepting.accept().await {
+                    let _ = incoming.await;
+                }
+            });
+            let host_port = server.local_addr().unwrap().to_string();
+            let error = client.connect(&Address { host_port, node: None }).await.err();
+            assert!(matches!(error, Some(NetError::Refused { .. })), "{what}: {error:?}");
+            accepting.await.unwrap();
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_cannot_listen() {
+    let identity = identity(&authority(1), Role::Client, "c");
+    let any = "127.0.0.1:0".parse().unwrap();
+    let limits = TransportLimits::default();
+    let error = QuicTransport::listen(any, &identity, &limits, SystemClock::new()).await.err();
+    let expected = IdentityError::NotANode { name: "c".parse().unwrap() };
+    assert_eq!(error, Some(NetError::Identity(expected)));
+}
+
+#[tokio::test]
+async fn garbage_on_the_port_hurts_nobody() {
+    in_time(async {
+        let ours = authority(1);
+        let node = node(&ours, "a").await;
+        let addr = node.local_addr().unwrap();
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let mut noise = blake3::Hasher::new().finalize_xof();
+        let mut datagram = [0; 2048];
+        for len in (0..2048).step_by(7) {
+            noise.fill(&mut datagram);
+            // Half of them look like the first packet of a handshake.
+            if len % 2 == 0 {
+                datagram[..5].copy_from_slice(&[0xc3, 0, 0, 0, 1]);
+            }
+            socket.send_to(&datagram[..len], addr).unwrap();
+        }
+        assert_serves(&node, &ours).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named_and_free_again_after_closing() {
+    in_time(async {
+        let ours = authority(1);
+        let first = node(&ours, "a").await;
+        let addr = first.local_addr().unwrap();
+        let identity = identity(&ours, Role::Node, "b");
+        let limits = TransportLimits::default();
+        let again = || QuicTransport::listen(addr, &identity, &limits, SystemClock::new());
+        let error = again().await.err().unwrap();
+        assert_eq!(error, NetError::AddrInUse { addr: addr.to_string() });
+        assert!(error.to_string().contains(&addr.to_string()), "{error}");
+        first.close().await;
+        drop(first);
+        loop {
+            // The socket goes with quinn's own task.
+            tokio::task::yield_now().await;
+            match again().await {
+                Err(NetError::AddrInUse { .. }) => {}
+                other => break assert!(other.is_ok()),
+            }
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn addresses_that_lead_nowhere_are_explained() {
+    in_time(async {
+        let client = client(&authority(1), "c").await;
+        for (text, kind) in [
+            ("no port here", Kind::Unavailable),
+            ("127.0.0.1", Kind::Unavailable),
+            ("nobody.invalid:7440", Kind::Unavailable),
+            ("127.0.0.1:0", Kind::Unavailable),
+        ] {
+            let address = Address { host_port: text.into(), node: None };
+            let error = client.connect(&address).await.err().unwrap();
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        // Nobody listens: UDP says nothing, so only time tells.
+        let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let host_port = silent.local_addr().unwrap().to_string();
+        let error = client.connect(&Address { host_port, node: None }).await.err().unwrap();
+        assert_eq!(error.kind(), Kind::Timeout, "{error}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_host_with_two_addresses_is_found_on_either() {
+    in_time(async {
+        let ours = authority(1);
+        let node = node(&ours, "a").await;
+        let client = client(&ours, "c").await;
+        let host_port = format!("localhost:{}", node.local_addr().unwrap().port());
+        let address = Address { host_port, node: None };
+        let (dialled, _accepted) = tokio::join!(client.connect(&address), node.accept());
+        assert_eq!(dialled.unwrap().peer().to_string(), "node a");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_transfer_with_large_datagrams_does_not_stand_still() {
+    in_time(async {
+        let world = over_quic().await;
+        transfer(&world, 256 << 20).await;
+    })
+    .await;
+}

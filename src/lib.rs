@@ -5,6 +5,7 @@
 pub mod budget;
 pub mod clock;
 pub mod entropy;
+pub mod gf;
 pub mod id;
 pub mod kind;
 pub mod units;

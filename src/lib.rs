@@ -6,6 +6,7 @@ pub mod budget;
 pub mod clock;
 pub mod entropy;
 pub mod format;
+pub mod gf;
 pub mod id;
 pub mod kind;
 pub mod net;

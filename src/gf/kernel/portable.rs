@@ -1,0 +1,92 @@
+//! The kernel for any processor: plain loops over arrays that the compiler turns into whatever vectors the
+//! target has. No table lookup and no branch depends on data.
+
+use super::{GROUP_OUTPUTS, Group, Mode};
+use crate::gf::field;
+use crate::gf::fingerprint::FingerprintKey;
+
+/// Bytes handled at once: long enough to hide the branches on coefficients, short enough for the nearest cache.
+const STEP: usize = 256;
+
+pub(super) fn apply(group: Group<'_, '_>) {
+    let Group { coefs, inputs, outputs, range, mode } = group;
+    let mut start = range.start;
+    while start < range.end {
+        let end = range.end.min(start + STEP);
+        let mut sums = [[0; STEP]; GROUP_OUTPUTS];
+        for (input, coefs) in inputs.iter().zip(coefs) {
+            let mut powers = [0; STEP];
+            powers[..end - start].copy_from_slice(&input[start..end]);
+            add_products(&mut sums, powers, coefs);
+        }
+        for (output, sum) in outputs.iter_mut().zip(&sums) {
+            let output = &mut output[start..end];
+            match mode {
+                Mode::Overwrite => output.copy_from_slice(&sum[..output.len()]),
+                Mode::Accumulate => add(output, sum),
+            }
+        }
+        start = end;
+    }
+}
+
+/// Adds to each sum its coefficient times the input, bit by bit of the coefficients: the input is doubled
+/// from one bit to the next, once for all outputs.
+fn add_products(
+    sums: &mut [[u8; STEP]; GROUP_OUTPUTS],
+    mut powers: [u8; STEP],
+    coefs: &[u8; GROUP_OUTPUTS],
+) {
+    let highest = coefs.iter().fold(0, |all, coef| all | coef);
+    for bit in 0..(8 - highest.leading_zeros()) {
+        if bit > 0 {
+            for byte in &mut powers {
+                let overflow = if *byte & 0x80 == 0 { 0 } else { field::POLYNOMIAL as u8 };
+                *byte = (*byte << 1) ^ overflow;
+            }
+        }
+        for (sum, _) in sums.iter_mut().zip(coefs).filter(|(_, coef)| *coef >> bit & 1 == 1) {
+            add(sum, &powers);
+        }
+    }
+}
+
+fn add(sums: &mut [u8], terms: &[u8; STEP]) {
+    sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum ^= term);
+}
+
+/// The first level of the definition, `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, says for the byte
+/// lanes: wherever bit s of K[t+r] is set, lane l of vector t is added to lane l + s of w's half r. So
+/// vectors are gathered per bit s (`sums`), and slid to their place once at the end. Key word i serves
+/// vector i for r = 0 and vector i - 1 for r = 1, which lie side by side.
+pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
+    let mut sums = [[0; 128]; 64];
+    let mut pair = [0; 128];
+    let vectors = grain.chunks(64).chain(std::iter::once(&[][..]));
+    for (vector, &word) in vectors.zip(key.words()) {
+        pair.copy_within(64.., 0);
+        pair[64..].fill(0);
+        pair[64..][..vector.len()].copy_from_slice(vector);
+        let mut rest = word;
+        while rest != 0 {
+            let sum = &mut sums[rest.trailing_zeros() as usize];
+            sum.iter_mut().zip(&pair).for_each(|(sum, byte)| *sum ^= byte);
+            rest &= rest - 1;
+        }
+    }
+    let mut w = [0; 256];
+    for (s, sum) in sums.iter().enumerate() {
+        for l in 0..64 {
+            w[s + l] ^= sum[64 + l];
+            w[128 + s + l] ^= sum[l];
+        }
+    }
+    last_level(key.tail(), &w)
+}
+
+/// `F[j] = sum over m of H[m+j] * w[m]`.
+fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u8; 256]) -> [u8; 16] {
+    std::array::from_fn(|j| {
+        h[j..].iter().zip(w).fold(0, |sum, (&coef, &byte)| sum ^ field::mul(coef, byte))
+    })
+}

@@ -4,6 +4,7 @@
 
 pub mod budget;
 pub mod clock;
+pub mod config;
 pub mod entropy;
 pub mod format;
 pub mod gf;

@@ -1,2 +1,31 @@
-//! The project's recipes: `cargo xtask test` runs what CI runs.
-fn main() {}
+//! The project's recipes. `cargo xtask test` runs what CI runs, in the same order, and stops at the first failure.
+//!
+//! What cannot run on this machine (a tool that is not installed, a folder that is not there) is skipped aloud,
+//! never in silence. The last line is always `N passed, N failed`.
+#![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
+
+mod recipe;
+mod tally;
+
+use std::process::ExitCode;
+
+const HELP: &str = "\
+cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, doc tests, benches once, advisories
+cargo xtask help    this text
+
+The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+        ["test"] => recipe::test(),
+        ["help" | "--help" | "-h"] => {
+            println!("{HELP}");
+            ExitCode::SUCCESS
+        }
+        other => {
+            eprintln!("cargo xtask knows no recipe {:?}\n\n{HELP}", other.join(" "));
+            ExitCode::from(2)
+        }
+    }
+}

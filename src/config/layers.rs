@@ -1,0 +1,265 @@
+//! One setting from four places: options over environment over file over default.
+//!
+//! It promises that whatever the file says is either read or refused with its line, and that a value is checked in
+//! the same way wherever it comes from. It reads nothing itself: the caller hands over text, variables and options.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use toml::de::{DeTable, DeValue};
+
+use super::error::{ConfigError, Place};
+
+/// The longest file that is read, in bytes.
+pub const MAX_FILE_BYTES: usize = 1 << 20;
+
+/// What a configuration is made from.
+#[derive(Debug, Clone, Copy)]
+pub struct Sources<'a> {
+    /// The file's name: for messages, and its folder is where relative paths start.
+    pub file: &'a Path,
+    /// The file's text.
+    pub text: &'a str,
+    /// The environment; only names that begin with `RAPIDRAID_` are looked at.
+    pub env: &'a BTreeMap<String, String>,
+    /// Options of the command line, by setting: `code.block` is the key of `--block`.
+    pub options: &'a BTreeMap<String, String>,
+}
+
+/// A value as it was found. Variables and options have no types, so theirs is `Bare` and any setting may read it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Value {
+    Text(String),
+    Integer(i64),
+    Flag(bool),
+    List(Vec<String>),
+    Bare(String),
+    /// A float, date, table or mixed list: no setting takes it. Holds what to call it.
+    Other(&'static str),
+}
+
+impl Value {
+    fn of(value: &DeValue<'_>) -> Self {
+        match value {
+            DeValue::String(text) => Value::Text(text.clone().into_owned()),
+            DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
+                .map_or(Value::Other("a number beyond 2^63"), Value::Integer),
+            DeValue::Boolean(flag) => Value::Flag(*flag),
+            DeValue::Array(items) => items
+                .iter()
+                .map(|item| item.get_ref().as_str().map(str::to_owned))
+                .collect::<Option<Vec<_>>>()
+                .map_or(Value::Other("a list of something else than text"), Value::List),
+            DeValue::Float(_) => Value::Other("a number with a fraction"),
+            DeValue::Datetime(_) => Value::Other("a date"),
+            DeValue::Table(_) => Value::Other("a table"),
+        }
+    }
+
+    fn found(&self) -> String {
+        let text = match self {
+            Value::Text(text) | Value::Bare(text) => format!("{text:?}"),
+            Value::Integer(number) => number.to_string(),
+            Value::Flag(flag) => flag.to_string(),
+            Value::List(items) => format!("{items:?}"),
+            Value::Other(what) => (*what).to_owned(),
+        };
+        match text.char_indices().nth(80) {
+            Some((cut, _)) => format!("{}...", &text[..cut]),
+            None => text,
+        }
+    }
+
+    pub(super) fn text(&self) -> Option<&str> {
+        match self {
+            Value::Text(text) | Value::Bare(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    pub(super) fn integer(&self) -> Option<i64> {
+        match self {
+            Value::Integer(number) => Some(*number),
+            Value::Bare(text) => text.trim().parse().ok(),
+            _ => None,
+        }
+    }
+
+    pub(super) fn flag(&self) -> Option<bool> {
+        match self {
+            Value::Flag(flag) => Some(*flag),
+            Value::Bare(text) => text.trim().parse().ok(),
+            _ => None,
+        }
+    }
+
+    /// The items of a list; a bare value is a list separated by blanks, because items may hold commas.
+    pub(super) fn list(&self) -> Option<Vec<&str>> {
+        match self {
+            Value::List(items) => Some(items.iter().map(String::as_str).collect()),
+            Value::Bare(text) => Some(text.split_whitespace().collect()),
+            _ => None,
+        }
+    }
+}
+
+/// All that was found, by setting.
+#[derive(Debug)]
+pub(super) struct Layers<'a> {
+    sources: Sources<'a>,
+    file: BTreeMap<String, (usize, Value)>,
+    known: &'static [&'static str],
+}
+
+impl<'a> Layers<'a> {
+    /// Reads the file's text and refuses settings that are not `known` to `reader`. `elsewhere` are settings of the
+    /// other kind of file, for the message. Variables beyond the known ones are left alone: an orchestrator may set
+    /// names like `RAPIDRAID_PORT` for a service of our name.
+    pub(super) fn parse(
+        sources: Sources<'a>,
+        reader: &'static str,
+        known: &'static [&'static str],
+        elsewhere: &'static [&'static str],
+    ) -> Result<Self, ConfigError> {
+        let (path, text) = (sources.file, sources.text);
+        if text.len() > MAX_FILE_BYTES {
+            let (len_bytes, limit_bytes) = (text.len(), MAX_FILE_BYTES);
+            return Err(ConfigError::TooLong { path: path.to_owned(), len_bytes, limit_bytes });
+        }
+        let place = |byte: usize| Place::File { path: path.to_owned(), line: line_of(text, byte) };
+        let table = DeTable::parse(text).map_err(|error| ConfigError::Syntax {
+            place: place(error.span().map_or(0, |span| span.start)),
+            message: error.message().to_owned(),
+        })?;
+        let mut found = Vec::new();
+        flatten("", table.get_ref(), known, &mut found);
+        let unknown = |key: &str, place: Place| ConfigError::Unknown {
+            place,
+            key: key.to_owned(),
+            reader,
+            expected: expected_instead(key, known, elsewhere),
+        };
+        let mut file = BTreeMap::new();
+        // In the order of the text, so that the first mistake is the one that is named.
+        found.sort_by_key(|(_, byte, _)| *byte);
+        for (key, byte, value) in found {
+            if !known.contains(&key.as_str()) {
+                return Err(unknown(&key, place(byte)));
+            }
+            file.insert(key, (line_of(text, byte), value));
+        }
+        if let Some(key) = sources.options.keys().find(|key| !known.contains(&key.as_str())) {
+            return Err(unknown(key, Place::Option(key.clone())));
+        }
+        Ok(Self { sources, file, known })
+    }
+
+    /// The value that wins, and where it stands.
+    fn find(&self, key: &'static str) -> Option<(Place, Value)> {
+        debug_assert!(self.known.contains(&key), "{key} is not in the list of settings");
+        let variable = variable_of(key);
+        if let Some(text) = self.sources.options.get(key) {
+            return Some((Place::Option(key.to_owned()), Value::Bare(text.clone())));
+        }
+        if let Some(text) = self.sources.env.get(&variable) {
+            return Some((Place::Environment(variable), Value::Bare(text.clone())));
+        }
+        let (line, value) = self.file.get(key)?;
+        let path = self.sources.file.to_owned();
+        Some((Place::File { path, line: *line }, value.clone()))
+    }
+
+    /// The setting, if anybody set it. `read` gives None for a value that is not as `expected` says.
+    pub(super) fn get<T>(
+        &self,
+        key: &'static str,
+        expected: &'static str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some((place, value)) = self.find(key) else { return Ok(None) };
+        let wrong = || ConfigError::Wrong { place, key, found: value.found(), expected };
+        read(&value).map(Some).ok_or_else(wrong)
+    }
+
+    /// The setting, which has no default.
+    pub(super) fn need<T>(
+        &self,
+        key: &'static str,
+        expected: &'static str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<T, ConfigError> {
+        self.get(key, expected, read)?.ok_or_else(|| ConfigError::Missing {
+            path: self.sources.file.to_owned(),
+            key,
+            expected,
+            variable: variable_of(key),
+        })
+    }
+
+    /// The folder of the file, where relative paths start.
+    pub(super) fn folder(&self) -> &'a Path {
+        self.sources.file.parent().unwrap_or(Path::new(""))
+    }
+}
+
+/// The environment variable of a setting: `code.block` is `RAPIDRAID_CODE_BLOCK`.
+pub fn variable_of(key: &str) -> String {
+    format!("RAPIDRAID_{}", key.to_ascii_uppercase().replace('.', "_"))
+}
+
+/// Lists the leaves of a table with dotted keys and the place of each. A table under a name that is no section is
+/// listed as such, so that the message names it and not what is inside.
+fn flatten(
+    section: &str,
+    table: &DeTable<'_>,
+    known: &[&str],
+    out: &mut Vec<(String, usize, Value)>,
+) {
+    for (name, value) in table {
+        let key = match section {
+            "" => name.get_ref().clone().into_owned(),
+            section => format!("{section}.{}", name.get_ref()),
+        };
+        let is_section = known.iter().any(|known| {
+            known.strip_prefix(key.as_str()).is_some_and(|rest| rest.starts_with('.'))
+        });
+        match value.get_ref() {
+            DeValue::Table(inner) if is_section => flatten(&key, inner, known, out),
+            other => out.push((key, name.span().start, Value::of(other))),
+        }
+    }
+}
+
+/// The line, from 1, of a byte of the text.
+fn line_of(text: &str, byte: usize) -> usize {
+    1 + text.bytes().take(byte).filter(|b| *b == b'\n').count()
+}
+
+fn expected_instead(key: &str, known: &[&str], elsewhere: &[&str]) -> String {
+    if elsewhere.contains(&key) {
+        return "it in the other kind of file only (is this a node's file read as a client's?)"
+            .to_owned();
+    }
+    let near = known.iter().map(|name| (distance(key, name), *name)).min();
+    match near {
+        Some((far, name)) if far <= 2 => format!("`{name}`?"),
+        _ => format!("one of {}", known.join(", ")),
+    }
+}
+
+/// How many letters must be changed, added or taken away to make `a` from `b` (keys beyond 64 letters count as far).
+fn distance(a: &str, b: &str) -> usize {
+    if a.len() > 64 {
+        return usize::MAX;
+    }
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.bytes().enumerate() {
+            let change = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}

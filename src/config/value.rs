@@ -1,0 +1,153 @@
+//! The types of single settings.
+
+use std::fmt;
+use std::net::Ipv6Addr;
+use std::str::FromStr;
+
+use super::layers::Value;
+use crate::units::ByteCount;
+
+/// `HOST:PORT`; the host is a name, an IPv4 address, or an IPv6 address in brackets.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HostPort(String);
+
+/// The text is no `HOST:PORT`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("expected HOST:PORT, such as \"node-1:7440\" or \"[::1]:7440\"")]
+pub struct HostPortError;
+
+impl HostPort {
+    /// The text, as the resolver takes it.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for HostPort {
+    type Err = HostPortError;
+    fn from_str(text: &str) -> Result<Self, HostPortError> {
+        let (host, port) = text.rsplit_once(':').ok_or(HostPortError)?;
+        let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let host_is_good = match bracketed {
+            Some(address) => address.parse::<Ipv6Addr>().is_ok(),
+            None => {
+                let letter = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
+                (1..=253).contains(&host.len()) && host.bytes().all(letter)
+            }
+        };
+        let digits = (1..=5).contains(&port.len()) && port.bytes().all(|b| b.is_ascii_digit());
+        match port.parse::<u16>() {
+            Ok(1..) if digits && host_is_good => Ok(Self(text.to_owned())),
+            _ => Err(HostPortError),
+        }
+    }
+}
+
+/// A code by its size: n pieces, any k of which should do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CodeShape {
+    /// Pieces.
+    pub n: u8,
+    /// Blocks.
+    pub k: u8,
+}
+
+impl CodeShape {
+    /// What a cluster uses that says nothing: the largest code for which it has nodes.
+    pub const DEFAULTS: [CodeShape; 4] = [
+        CodeShape { n: 16, k: 11 },
+        CodeShape { n: 14, k: 10 },
+        CodeShape { n: 12, k: 8 },
+        CodeShape { n: 6, k: 4 },
+    ];
+
+    /// Reads `n,k`. Two replicas of k blocks fill n places only when k < n <= 2k.
+    fn parse(text: &str) -> Option<Self> {
+        let (n, k) = text.split_once(',')?;
+        let (n, k): (u8, u8) = (n.trim().parse().ok()?, k.trim().parse().ok()?);
+        (k < n && n <= 32 && n <= 2 * k).then_some(Self { n, k })
+    }
+}
+
+impl fmt::Display for CodeShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{},{}", self.n, self.k)
+    }
+}
+
+/// How important a line is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum LogLevel {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl LogLevel {
+    /// The level as it is written.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            LogLevel::Error => "error",
+            LogLevel::Warn => "warn",
+            LogLevel::Info => "info",
+            LogLevel::Debug => "debug",
+            LogLevel::Trace => "trace",
+        }
+    }
+
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let all =
+            [LogLevel::Error, LogLevel::Warn, LogLevel::Info, LogLevel::Debug, LogLevel::Trace];
+        all.into_iter().find(|level| level.as_str() == text)
+    }
+}
+
+/// How lines are logged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+impl LogFormat {
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        match text {
+            "text" => Some(LogFormat::Text),
+            "json" => Some(LogFormat::Json),
+            _ => None,
+        }
+    }
+}
+
+/// A size: text with a unit, or a plain number of bytes.
+pub(super) fn size(value: &Value) -> Option<u64> {
+    match value {
+        Value::Integer(bytes) => u64::try_from(*bytes).ok(),
+        other => other.text()?.parse::<ByteCount>().ok().map(|count| count.0),
+    }
+}
+
+/// `least` to 64 addresses.
+pub(super) fn seeds(value: &Value, least: usize) -> Option<Vec<HostPort>> {
+    let list = value.list().filter(|list| (least..=64).contains(&list.len()))?;
+    list.into_iter().map(|item| item.parse().ok()).collect()
+}
+
+/// 1 to 8 different codes.
+pub(super) fn codes(value: &Value) -> Option<Vec<CodeShape>> {
+    let list = value.list().filter(|list| (1..=8).contains(&list.len()))?;
+    let codes: Vec<CodeShape> = list.into_iter().map(CodeShape::parse).collect::<Option<_>>()?;
+    let different = codes.iter().enumerate().all(|(at, code)| !codes[..at].contains(code));
+    different.then_some(codes)
+}

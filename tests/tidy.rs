@@ -1,0 +1,428 @@
+//! The house rules, checked over the text of the repository. Each rule is a function from a tree of files to
+//! complaints, so that a test below can show each rule a tree that breaks it.
+//!
+//! It promises nothing about code that a macro writes, and reads no meaning: reviews remain.
+#![allow(clippy::disallowed_methods)] // reads the repository itself
+#![allow(clippy::unwrap_used)] // a test
+
+#[path = "tidy/source.rs"]
+mod source;
+
+use std::path::{Component, Path, PathBuf};
+
+use source::{code_of, modules_named, tokens};
+
+/// The floors from the ground up. A floor uses those below it; within a floor a module uses those before it; the
+/// modules of a sibling group (joined by `+`) do not use each other.
+const FLOORS: &[&[&str]] = &[
+    &["id", "units", "kind", "clock", "entropy", "budget"],
+    &["gf"],
+    &["code"],
+    &["format", "plan", "wire", "seal", "config"],
+    &["store+net"],
+    &["catalogue", "topology", "placement", "planner"],
+    &["pipeline"],
+    &["node+client"],
+    &["trainer"],
+    &["cli"],
+];
+
+/// Crates that may be named in some places only (docs/decisions/0001-dependencies.md says why).
+const FENCES: &[(&str, &[&str])] = &[
+    ("sled", &["src/store/kv.rs"]),
+    ("quinn", &["src/net/", "tests/net"]),
+    ("rustls", &["src/net/", "tests/net"]),
+    ("rcgen", &["src/net/", "tests/net"]),
+    ("reed_solomon_erasure", &["src/gf/", "src/code/", "tests/", "benches/"]),
+    ("anyhow", &["src/main.rs", "src/cli/", "xtask/"]),
+    ("clap", &["src/main.rs", "src/cli/"]),
+    ("indicatif", &["src/cli/"]),
+    ("criterion", &["benches/"]),
+];
+
+/// Files that may pass 600 lines, each with its reason. None may pass 800.
+const LONG_FILES: &[(&str, &str)] = &[];
+
+const TOP_LEVEL: &[&str] = &[
+    "Cargo.toml",
+    "Cargo.lock",
+    "LICENSE",
+    "README.md",
+    "clippy.toml",
+    "rustfmt.toml",
+    "deny.toml",
+    "benches",
+    "cluster",
+    "docs",
+    "python",
+    "src",
+    "tests",
+    "xtask",
+];
+
+type Tree = [(String, String)];
+type Complaints = Vec<String>;
+
+/// A module's floor, place on it, and sibling group.
+fn floor_of(module: &str) -> Option<(usize, usize)> {
+    FLOORS.iter().enumerate().find_map(|(floor, groups)| {
+        let place = groups.iter().position(|group| group.split('+').any(|name| name == module));
+        place.map(|place| (floor, place))
+    })
+}
+
+/// The modules from the root down: `src/a/b.rs` and `src/a/b/mod.rs` are [a, b]. None for files outside the floors.
+fn module_path(file: &str) -> Option<Vec<&str>> {
+    let inside = file.strip_prefix("src/")?.strip_suffix(".rs")?;
+    let inside = inside.strip_suffix("/mod").unwrap_or(inside);
+    let path: Vec<&str> = inside.split('/').collect();
+    (!matches!(path[..], ["lib" | "main" | "error"]) && path[0] != "bin").then_some(path)
+}
+
+fn rust(tree: &Tree) -> impl Iterator<Item = (&str, &str)> {
+    tree.iter().filter(|(file, _)| file.ends_with(".rs")).map(|(f, t)| (f.as_str(), t.as_str()))
+}
+
+fn arrows_point_down(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in rust(tree) {
+        let Some(path) = module_path(file) else { continue };
+        let Some(own) = floor_of(path[0]) else {
+            out.push(format!("{file}: module `{}` is on no floor of tests/tidy.rs", path[0]));
+            continue;
+        };
+        for (name, line) in modules_named(&tokens(&code_of(text)), path.len()) {
+            if name != path[0] && floor_of(&name).is_some_and(|other| other >= own) {
+                out.push(format!("{file}:{line}: `{}` may not use `{name}`", path[0]));
+            }
+        }
+    }
+    out
+}
+
+fn fenced_crates_stay_inside(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in rust(tree) {
+        for token in tokens(&code_of(text)) {
+            let fence = FENCES.iter().find(|(name, _)| *name == token.text);
+            if let Some((name, inside)) = fence
+                && !inside.iter().any(|place| file.starts_with(place))
+            {
+                out.push(format!("{file}:{}: `{name}` is named in {inside:?} only", token.line));
+            }
+        }
+    }
+    out
+}
+
+fn words_are_allowed(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in rust(tree) {
+        let tokens = tokens(&code_of(text));
+        for (at, token) in tokens.iter().enumerate() {
+            let next = |offset: usize| tokens.get(at + offset).map_or("", |t| t.text.as_str());
+            let kernel = file.starts_with("src/gf/kernel");
+            let prints = matches!(file, "src/main.rs")
+                || !file.starts_with("src/")
+                || file.starts_with("src/cli/");
+            let complaint = match token.text.as_str() {
+                "unsafe" if !kernel => "unsafe code lives under src/gf/kernel only",
+                "todo" | "unimplemented" | "dbg" if next(1) == "!" => {
+                    "unfinished or debugging macro"
+                }
+                "println" | "print" | "eprintln" | "eprint" if next(1) == "!" && !prints => {
+                    "only the cli floor prints"
+                }
+                "ignore" if at >= 2 && tokens[at - 2].text == "#" => {
+                    "a test that is not run tests nothing"
+                }
+                _ => continue,
+            };
+            out.push(format!("{file}:{}: `{}`: {complaint}", token.line, token.text));
+        }
+    }
+    out
+}
+
+/// Words that stand for work left over; spelled in halves because this file is checked too.
+fn no_work_is_left_over(tree: &Tree) -> Complaints {
+    let marks = [concat!("FIX", "ME"), concat!("TO", "DO"), concat!("XX", "X:")];
+    let mut out = Vec::new();
+    for (file, text) in tree {
+        for (number, line) in text.lines().enumerate() {
+            if let Some(mark) = marks.iter().find(|mark| line.contains(**mark)) {
+                out.push(format!("{file}:{}: {mark}: do it, or open an issue", number + 1));
+            }
+        }
+    }
+    out
+}
+
+fn no_file_knows_this_machine(tree: &Tree) -> Complaints {
+    let places = [
+        concat!("/ho", "me/"),
+        concat!("/ro", "ot/"),
+        concat!("/Us", "ers/"),
+        concat!("/wo", "rk/"),
+    ];
+    let mut out = Vec::new();
+    for (file, text) in tree {
+        for (number, line) in text.lines().enumerate() {
+            let hit = places.iter().find(|place| {
+                line.match_indices(**place).any(|(at, _)| {
+                    !line[..at].ends_with(|c: char| {
+                        c.is_alphanumeric() || matches!(c, '.' | '_' | '-' | '}' | '~')
+                    })
+                })
+            });
+            if let Some(place) = hit {
+                out.push(format!("{file}:{}: a path of one machine ({place}...)", number + 1));
+            }
+        }
+    }
+    out
+}
+
+fn modules_have_names_that_say_something(tree: &Tree) -> Complaints {
+    let empty = ["util", "utils", "helper", "helpers", "common", "misc"];
+    rust(tree)
+        .filter(|(file, _)| {
+            file.trim_end_matches(".rs").split('/').any(|part| empty.contains(&part))
+        })
+        .map(|(file, _)| format!("{file}: a module is named for its one idea"))
+        .collect()
+}
+
+fn files_hold_one_idea(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in rust(tree) {
+        let lines = text.lines().count();
+        let reason = LONG_FILES.iter().find(|(long, _)| *long == file);
+        if lines > 800 || (lines > 600 && reason.is_none()) {
+            out.push(format!("{file}: {lines} lines: look for the second idea"));
+        }
+        if !text.trim_start().starts_with("//!") {
+            out.push(format!("{file}: opens without `//!` saying what it is for"));
+        }
+    }
+    out
+}
+
+fn links_resolve(tree: &Tree, exists: &dyn Fn(&Path) -> bool) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in tree.iter().filter(|(file, _)| file.ends_with(".md")) {
+        for (number, line) in text.lines().enumerate() {
+            for (at, _) in line.match_indices("](") {
+                let target = line[at + 2..].split([')', ' ']).next().unwrap_or_default();
+                let path = target.split('#').next().unwrap_or_default();
+                if path.is_empty() || path.contains("://") || path.starts_with("mailto:") {
+                    continue;
+                }
+                let folder = Path::new(file).parent().unwrap_or(Path::new(""));
+                if !exists(&normal(&folder.join(path))) {
+                    out.push(format!("{file}:{}: no such file: {target}", number + 1));
+                }
+            }
+        }
+    }
+    out
+}
+
+/// The path without `.` and `..`.
+fn normal(path: &Path) -> PathBuf {
+    let mut out = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(out.pop()),
+            Component::CurDir => {}
+            other => out.push(other),
+        }
+    }
+    out
+}
+
+fn manifest_is_strict(tree: &Tree) -> Complaints {
+    let manifest = tree.iter().find(|(file, _)| file == "Cargo.toml").map_or("", |(_, text)| text);
+    let has = |start: &str| manifest.lines().any(|line| line.starts_with(start));
+    let mut out = Vec::new();
+    if !has("rust-version = \"") {
+        out.push("Cargo.toml: rust-version is missing".to_owned());
+    }
+    if has("sled") && !has("sled = \"=") {
+        out.push(
+            "Cargo.toml: sled changes its file format between versions: pin it with `=`".to_owned(),
+        );
+    }
+    out
+}
+
+fn top_level_is_known(names: &[String]) -> Complaints {
+    let known = |name: &str| name.starts_with('.') || name == "target" || TOP_LEVEL.contains(&name);
+    let strange = names.iter().filter(|name| !known(name));
+    strange.map(|name| format!("{name}: does not belong at the top of the repository")).collect()
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// All text files of the repository, by relative path.
+fn repository() -> Vec<(String, String)> {
+    let mut out = Vec::new();
+    let mut folders = vec![root().to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let entry = entry.unwrap();
+            let (path, name) = (entry.path(), entry.file_name().into_string().unwrap());
+            if entry.file_type().unwrap().is_dir() {
+                if !matches!(
+                    name.as_str(),
+                    "target" | ".git" | "__pycache__" | ".venv" | "fixtures"
+                ) {
+                    folders.push(path);
+                }
+            } else if matches!(
+                path.extension().and_then(|e| e.to_str()),
+                Some("rs" | "md" | "toml" | "py" | "sh")
+            ) || folder.ends_with(".ci")
+            {
+                let file = path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned();
+                out.push((file, std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    out.sort();
+    assert!(out.iter().any(|(file, _)| file == "src/lib.rs"), "the walk found no source");
+    out
+}
+
+fn exists_here(path: &Path) -> bool {
+    root().join(path).exists()
+}
+
+#[test]
+fn the_repository_keeps_the_house_rules() {
+    let tree = repository();
+    let top = std::fs::read_dir(root()).unwrap();
+    let top: Vec<String> = top.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let complaints: Complaints = [
+        arrows_point_down(&tree),
+        fenced_crates_stay_inside(&tree),
+        words_are_allowed(&tree),
+        no_work_is_left_over(&tree),
+        no_file_knows_this_machine(&tree),
+        modules_have_names_that_say_something(&tree),
+        files_hold_one_idea(&tree),
+        links_resolve(&tree, &exists_here),
+        manifest_is_strict(&tree),
+        top_level_is_known(&top),
+    ]
+    .concat();
+    assert!(complaints.is_empty(), "{} complaints:\n{}", complaints.len(), complaints.join("\n"));
+}
+
+/// Each rule against a tree that breaks it and one that comes close.
+mod red {
+    use super::*;
+
+    fn one(file: &str, text: &str) -> Vec<(String, String)> {
+        vec![(file.to_owned(), text.to_owned())]
+    }
+
+    #[test]
+    fn arrows() {
+        let bad = [
+            ("src/gf/mod.rs", "use crate::code::Layout;"),
+            ("src/gf/mod.rs", "use crate::{id, store::Disk};"),
+            ("src/net/quic.rs", "fn f() { crate::store::open() }"),
+            ("src/store/kv.rs", "use super::super::net;"),
+            ("src/id.rs", "use crate::units::MIB;"),
+            ("src/wire.rs", "#[cfg(test)] mod tests { use crate::node::Node; }"),
+            ("src/stranger.rs", ""),
+        ];
+        for (file, text) in bad {
+            assert_eq!(arrows_point_down(&one(file, text)).len(), 1, "{file}: {text}");
+        }
+        let good = [
+            ("src/units.rs", "use crate::id::Job;"),
+            (
+                "src/store/kv.rs",
+                "use crate::store::disk; use super::disk; use crate::{gf, code::table};",
+            ),
+            (
+                "src/gf/mod.rs",
+                "// crate::code\n//! [`crate::store`]\nconst A: &str = \"crate::net\";",
+            ),
+            ("src/main.rs", "use crate::cli;"),
+        ];
+        for (file, text) in good {
+            assert_eq!(arrows_point_down(&one(file, text)), Complaints::new(), "{file}");
+        }
+    }
+
+    #[test]
+    fn fences() {
+        for (file, text) in [
+            ("src/store/mod.rs", "use sled::Db;"),
+            ("src/node/mod.rs", "let e: quinn::Endpoint;"),
+            ("src/code/mod.rs", "fn f() -> anyhow::Result<()> {}"),
+        ] {
+            assert_eq!(fenced_crates_stay_inside(&one(file, text)).len(), 1, "{file}");
+        }
+        assert!(fenced_crates_stay_inside(&one("src/store/kv.rs", "use sled::Db;")).is_empty());
+        assert!(fenced_crates_stay_inside(&one("src/id.rs", "// sled")).is_empty());
+    }
+
+    #[test]
+    fn words() {
+        for text in [
+            "unsafe { f() }",
+            "todo!()",
+            "unimplemented!()",
+            "dbg!(1)",
+            "println!()",
+            "#[ignore] fn f() {}",
+            "#[ignore = \"slow\"] fn f() {}",
+        ] {
+            assert_eq!(words_are_allowed(&one("src/id.rs", text)).len(), 1, "{text}");
+        }
+        assert!(words_are_allowed(&one("src/gf/kernel/avx.rs", "unsafe { f() }")).is_empty());
+        assert!(words_are_allowed(&one("src/cli/mod.rs", "println!()")).is_empty());
+        assert!(
+            words_are_allowed(&one("src/id.rs", "// unsafe todo!()\nlet ignore = dbg;")).is_empty()
+        );
+    }
+
+    #[test]
+    fn leftovers_and_machines() {
+        let text = format!("a {} b", concat!("FIX", "ME"));
+        assert_eq!(no_work_is_left_over(&one("docs/a.md", &text)).len(), 1);
+        let text = format!("see {}alice/x", concat!("/ho", "me/"));
+        assert_eq!(no_file_knows_this_machine(&one("docs/a.md", &text)).len(), 1);
+        let text = format!("https://example.org{}", concat!("/ho", "me/"));
+        assert!(no_file_knows_this_machine(&one("docs/a.md", &text)).is_empty());
+    }
+
+    #[test]
+    fn names_and_lengths() {
+        for file in ["src/util.rs", "src/net/helpers.rs", "tests/common/mod.rs"] {
+            assert_eq!(modules_have_names_that_say_something(&one(file, "")).len(), 1, "{file}");
+        }
+        let long = format!("//! A.\n{}", "\n".repeat(600));
+        assert_eq!(files_hold_one_idea(&one("src/id.rs", &long)).len(), 1);
+        assert_eq!(files_hold_one_idea(&one("src/id.rs", "// A.\n")).len(), 1);
+        assert!(files_hold_one_idea(&one("src/id.rs", "//! A.\n")).is_empty());
+    }
+
+    #[test]
+    fn links_manifest_and_top_level() {
+        let exists = |path: &Path| path == Path::new("docs/a.md") || path == Path::new("README.md");
+        let good = "[a](a.md#x) [b](../README.md) [c](https://x.y/z) [d](#e)";
+        assert!(links_resolve(&one("docs/b.md", good), &exists).is_empty());
+        assert_eq!(links_resolve(&one("docs/b.md", "[a](c.md)"), &exists).len(), 1);
+        assert_eq!(manifest_is_strict(&one("Cargo.toml", "sled = \"0.34\"\n")).len(), 2);
+        let good = "rust-version = \"1.95\"\nsled = \"=0.34.7\"\n";
+        assert!(manifest_is_strict(&one("Cargo.toml", good)).is_empty());
+        assert_eq!(top_level_is_known(&["notes.txt".to_owned(), "src".to_owned()]).len(), 1);
+    }
+}

@@ -1,0 +1,197 @@
+//! The steps of `cargo xtask test`.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use crate::tally::{self, Tally};
+
+/// A run of the recipe: what it counted and what it left out.
+struct Run {
+    root: PathBuf,
+    tally: Tally,
+    skipped: Vec<String>,
+    start: Instant,
+}
+
+/// Runs every step; the last line says how many tests passed and failed.
+pub fn test() -> ExitCode {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
+    let mut run = Run {
+        root: root.to_owned(),
+        tally: Tally::default(),
+        skipped: Vec::new(),
+        start: Instant::now(),
+    };
+    let outcome = run.steps();
+    println!("\n== summary ({:.0} s)", run.start.elapsed().as_secs_f64());
+    for reason in &run.skipped {
+        println!("skipped: {reason}");
+    }
+    let code = match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("FAILED: {error:#}");
+            // A step that fails without a failed test (format, lint, build) is a failure too.
+            run.tally.failed = run.tally.failed.max(1);
+            ExitCode::FAILURE
+        }
+    };
+    println!("{} passed, {} failed", run.tally.passed, run.tally.failed);
+    code
+}
+
+impl Run {
+    fn steps(&mut self) -> Result<()> {
+        self.toolchain()?;
+        if self.has(&["fmt", "--version"]) {
+            self.cargo("fmt", &["fmt", "--all", "--check"], &[])?;
+        } else {
+            self.skip("fmt: rustfmt is not installed (rustup component add rustfmt)");
+        }
+        if self.has(&["clippy", "--version"]) {
+            let lint =
+                ["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"];
+            self.cargo("clippy", &lint, &[])?;
+        } else {
+            self.skip("clippy: it is not installed (rustup component add clippy)");
+        }
+        let doc = ["doc", "--locked", "--workspace", "--no-deps", "--document-private-items"];
+        self.cargo("docs", &doc, &[("RUSTDOCFLAGS", "-D warnings")])?;
+        self.tests()?;
+        self.cargo("doc tests", &["test", "--locked", "--workspace", "--doc"], &[])?;
+        if self.has_benches() {
+            self.cargo("benches, each once", &["test", "--locked", "--bench", "*"], &[])?;
+        } else {
+            self.skip("benches: there is no benches/*.rs");
+        }
+        if self.root.join("deny.toml").is_file() && self.has(&["deny", "--version"]) {
+            self.cargo("advisories and licences", &["deny", "--locked", "check"], &[])?;
+        } else {
+            self.skip("advisories and licences: cargo-deny or its deny.toml is not here");
+        }
+        Ok(())
+    }
+
+    /// The compiler must be at least what Cargo.toml asks for; an older one fails later with a stranger message.
+    fn toolchain(&mut self) -> Result<()> {
+        println!("== toolchain");
+        let manifest = self.root.join("Cargo.toml");
+        let text =
+            std::fs::read_to_string(&manifest).with_context(|| manifest.display().to_string())?;
+        let wanted = text
+            .lines()
+            .find_map(|line| line.strip_prefix("rust-version = "))
+            .context("Cargo.toml: no `rust-version = \"...\"` line")?
+            .trim_matches('"');
+        let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+        let output = Command::new(&rustc).arg("--version").output().context("cannot run rustc")?;
+        let version = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        let found = version.split_whitespace().nth(1).unwrap_or_default();
+        if numbers(found) < numbers(wanted) {
+            bail!("{version} is older than the {wanted} that Cargo.toml asks for: rustup update");
+        }
+        println!("{version}; Cargo.toml asks for {wanted} or later");
+        Ok(())
+    }
+
+    fn tests(&mut self) -> Result<()> {
+        if self.has(&["nextest", "--version"]) {
+            let run =
+                ["nextest", "run", "--locked", "--workspace", "--no-fail-fast", "--no-tests=pass"];
+            self.cargo("tests", &run, &[])
+        } else {
+            self.skip("nextest: it is not installed, so `cargo test` ran the tests");
+            let run = ["test", "--locked", "--workspace", "--no-fail-fast"];
+            // Doc tests are a step of their own.
+            self.cargo("tests", &[&run[..], &["--lib", "--bins", "--tests"]].concat(), &[])
+        }
+    }
+
+    fn has_benches(&self) -> bool {
+        let entries = std::fs::read_dir(self.root.join("benches")).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|e| e == "rs"))
+    }
+
+    fn has(&self, arguments: &[&str]) -> bool {
+        let quiet = self.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        quiet.is_ok_and(|status| status.success())
+    }
+
+    fn skip(&mut self, reason: &str) {
+        println!("\n== skipped: {reason}");
+        self.skipped.push(reason.to_owned());
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+        let mut command = Command::new(cargo);
+        command.args(arguments).current_dir(&self.root);
+        command
+    }
+
+    /// One step: its output is passed on as it comes and read for test counts.
+    fn cargo(&mut self, name: &str, arguments: &[&str], env: &[(&str, &str)]) -> Result<()> {
+        let line = format!("cargo {}", arguments.join(" "));
+        println!("\n== {name}: {line}");
+        let begun = Instant::now();
+        let mut child = self
+            .command(arguments)
+            .envs(env.iter().copied())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start `{line}`"))?;
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let counted = thread::scope(|scope| {
+            let side = scope.spawn(|| pass_on(err, std::io::stderr()));
+            let mut counted = pass_on(out, std::io::stdout());
+            counted += side.join().unwrap_or_default();
+            counted
+        });
+        let status = child.wait().with_context(|| format!("cannot wait for `{line}`"))?;
+        self.tally += counted;
+        let seconds = begun.elapsed().as_secs_f64();
+        if !status.success() {
+            bail!("{name} ({status}) after {seconds:.1} s; run it alone with: {line}");
+        }
+        println!("-- {name}: passed in {seconds:.1} s");
+        Ok(())
+    }
+}
+
+/// Copies a child's output line by line and counts the tests in it.
+fn pass_on(from: Option<impl Read>, mut to: impl Write) -> Tally {
+    let mut counted = Tally::default();
+    let Some(from) = from else { return counted };
+    for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
+        counted += tally::of_line(&String::from_utf8_lossy(&line));
+        // Our own reader may have gone; the child must not block on a full pipe because of that.
+        let _ = to.write_all(&line).and_then(|()| to.write_all(b"\n"));
+    }
+    counted
+}
+
+/// `1.95.0-nightly` as comparable numbers: [1, 95, 0].
+fn numbers(version: &str) -> Vec<u64> {
+    let plain = version.split('-').next().unwrap_or_default();
+    plain.split('.').map_while(|part| part.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_compare_by_number() {
+        assert!(numbers("1.95.0") >= numbers("1.95"));
+        assert!(numbers("1.100.0-nightly") > numbers("1.95"));
+        assert!(numbers("1.9.0") < numbers("1.95"));
+        assert!(numbers("") < numbers("1.95"));
+    }
+}

@@ -1,0 +1,92 @@
+//! Counts tests by reading what `cargo test` and `cargo nextest` print.
+
+use std::ops::AddAssign;
+
+/// Tests that passed and tests that failed.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Tally {
+    /// Tests that passed.
+    pub passed: u64,
+    /// Tests that failed or ran out of time.
+    pub failed: u64,
+}
+
+impl AddAssign for Tally {
+    fn add_assign(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+    }
+}
+
+/// What one line of output adds: the summary of a test binary (`test result: ok. 3 passed; 0 failed; ...`), that of
+/// nextest (`Summary [ 0.1s] 4 tests run: 3 passed, 1 failed, 0 skipped`), or one benchmark in test mode
+/// (`Testing hop` ... `Success`).
+pub fn of_line(line: &str) -> Tally {
+    let plain = without_colour(line);
+    let text = plain.trim();
+    if text == "Success" {
+        return Tally { passed: 1, failed: 0 };
+    }
+    let nextest = text.starts_with("Summary [") && text.contains(" run: ");
+    if !nextest && !text.starts_with("test result: ") {
+        return Tally::default();
+    }
+    let tail = text.split_once(" run: ").map_or(text, |(_, counts)| counts);
+    Tally {
+        passed: count_before(tail, "passed"),
+        failed: count_before(tail, "failed") + count_before(tail, "timed out"),
+    }
+}
+
+/// The number in front of `word`, or 0.
+fn count_before(text: &str, word: &str) -> u64 {
+    let number = text.find(word).and_then(|at| text.get(..at)?.split_whitespace().last());
+    number.and_then(|digits| digits.parse().ok()).unwrap_or(0)
+}
+
+/// The line without its colours: `ESC [ ... letter` sequences are dropped.
+fn without_colour(line: &str) -> String {
+    let mut out = String::with_capacity(line.len());
+    let mut chars = line.chars();
+    while let Some(char) = chars.next() {
+        if char == '\u{1b}' {
+            chars.by_ref().skip(1).find(char::is_ascii_alphabetic);
+        } else {
+            out.push(char);
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_both_runners() {
+        let cargo =
+            "test result: FAILED. 3 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out";
+        assert_eq!(of_line(cargo), Tally { passed: 3, failed: 1 });
+        let nextest =
+            "     Summary [   0.013s] 15/16 tests run: 12 passed (1 slow), 3 failed, 4 skipped";
+        assert_eq!(of_line(nextest), Tally { passed: 12, failed: 3 });
+        let late = "Summary [ 9.0s] 3 tests run: 1 passed, 1 failed, 1 timed out, 0 skipped";
+        assert_eq!(of_line(late), Tally { passed: 1, failed: 2 });
+        assert_eq!(of_line("Success"), Tally { passed: 1, failed: 0 });
+    }
+
+    #[test]
+    fn colour_does_not_hide_a_summary() {
+        let line = "\u{1b}[32;1m     Summary\u{1b}[0m [ 1.0s] \u{1b}[1m2\u{1b}[0m tests run: \u{1b}[1m2\u{1b}[0m passed";
+        assert_eq!(of_line(line), Tally { passed: 2, failed: 0 });
+    }
+
+    #[test]
+    fn other_lines_count_nothing() {
+        for line in
+            ["", "test a::b ... ok", "5 passed", "Summary of the summary", "running 3 tests"]
+        {
+            assert_eq!(of_line(line), Tally::default(), "{line:?}");
+        }
+    }
+}

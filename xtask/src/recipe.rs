@@ -137,7 +137,8 @@ impl Run {
 
     /// One step: its output is passed on as it comes and read for test counts.
     fn cargo(&mut self, name: &str, arguments: &[&str], env: &[(&str, &str)]) -> Result<()> {
-        let line = format!("cargo {}", arguments.join(" "));
+        let set: String = env.iter().map(|(key, value)| format!("{key}='{value}' ")).collect();
+        let line = format!("{set}cargo {}", arguments.join(" "));
         println!("\n== {name}: {line}");
         let begun = Instant::now();
         let mut child = self

@@ -325,6 +325,15 @@ mod tests {
     }
 
     #[test]
+    fn scripts_can_rely_on_kinds_and_codes() {
+        let names: Vec<&str> = (1..=12).map(|code| kind_name(Kind::from_wire_code(code))).collect();
+        let expected = "invalid not_found exists denied fenced unavailable busy timeout corrupt lost io internal";
+        assert_eq!(names.join(" "), expected);
+        let code = |kind| Failure::new(kind, "").exit_code();
+        assert_eq!((code(Kind::Invalid), code(Kind::NotFound), code(Kind::Internal)), (2, 1, 1));
+    }
+
+    #[test]
     fn causes_are_told_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("cannot read a.pem: {source}")]

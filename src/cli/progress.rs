@@ -138,6 +138,7 @@ mod tests {
         let screen = Screen::default();
         let short = progress(&screen, Duration::ZERO);
         short.add(1 << 20);
+        short.bar.force_draw();
         assert_eq!(short.done_bytes(), 1 << 20);
         drop(short);
         assert_eq!(*screen.0.lock().unwrap(), "");

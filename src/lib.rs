@@ -3,6 +3,7 @@
 //! The library is a house of floors (`docs/architecture.md`); a floor uses only the floors below it.
 
 pub mod budget;
+pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod entropy;

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-use crate::tally::{self, Tally};
+use crate::tally::{self, Runner, Tally};
 
 /// A run of the recipe: what it counted and what it left out.
 struct Run {
@@ -137,8 +137,14 @@ impl Run {
 
     /// One step: its output is passed on as it comes and read for test counts.
     fn cargo(&mut self, name: &str, arguments: &[&str], env: &[(&str, &str)]) -> Result<()> {
-        let line = format!("cargo {}", arguments.join(" "));
+        let set: String = env.iter().map(|(key, value)| format!("{key}='{value}' ")).collect();
+        let line = format!("{set}cargo {}", arguments.join(" "));
         println!("\n== {name}: {line}");
+        let runner = match arguments.first() {
+            Some(&"nextest") => Runner::Nextest,
+            _ if arguments.contains(&"--bench") => Runner::Bench,
+            _ => Runner::Cargo,
+        };
         let begun = Instant::now();
         let mut child = self
             .command(arguments)
@@ -149,8 +155,8 @@ impl Run {
             .with_context(|| format!("cannot start `{line}`"))?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let counted = thread::scope(|scope| {
-            let side = scope.spawn(|| pass_on(err, std::io::stderr()));
-            let mut counted = pass_on(out, std::io::stdout());
+            let side = scope.spawn(|| pass_on(runner, err, std::io::stderr()));
+            let mut counted = pass_on(runner, out, std::io::stdout());
             counted += side.join().unwrap_or_default();
             counted
         });
@@ -166,11 +172,11 @@ impl Run {
 }
 
 /// Copies a child's output line by line and counts the tests in it.
-fn pass_on(from: Option<impl Read>, mut to: impl Write) -> Tally {
+fn pass_on(runner: Runner, from: Option<impl Read>, mut to: impl Write) -> Tally {
     let mut counted = Tally::default();
     let Some(from) = from else { return counted };
     for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
-        counted += tally::of_line(&String::from_utf8_lossy(&line));
+        counted += tally::of_line(runner, &String::from_utf8_lossy(&line));
         // Our own reader may have gone; the child must not block on a full pipe because of that.
         let _ = to.write_all(&line).and_then(|()| to.write_all(b"\n"));
     }

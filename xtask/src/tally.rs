@@ -18,24 +18,32 @@ impl AddAssign for Tally {
     }
 }
 
-/// What one line of output adds: the summary of a test binary (`test result: ok. 3 passed; 0 failed; ...`), that of
-/// nextest (`Summary [ 0.1s] 4 tests run: 3 passed, 1 failed, 0 skipped`), or one benchmark in test mode
-/// (`Testing hop` ... `Success`).
-pub fn of_line(line: &str) -> Tally {
+/// Who prints the counts. Only its own summaries count: a failed test's output may quote those of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Runner {
+    /// `test result: ok. 3 passed; 0 failed; ...`, once for each test binary.
+    Cargo,
+    /// `Summary [ 0.1s] 4 tests run: 3 passed, 1 failed, 0 skipped`, once.
+    Nextest,
+    /// `Testing hop` and then `Success`, for each benchmark in test mode.
+    Bench,
+}
+
+/// What one line of `runner`'s output adds.
+pub fn of_line(runner: Runner, line: &str) -> Tally {
     let plain = without_colour(line);
     let text = plain.trim();
-    if text == "Success" {
-        return Tally { passed: 1, failed: 0 };
-    }
-    let nextest = text.starts_with("Summary [") && text.contains(" run: ");
-    if !nextest && !text.starts_with("test result: ") {
-        return Tally::default();
-    }
-    let tail = text.split_once(" run: ").map_or(text, |(_, counts)| counts);
-    Tally {
-        passed: count_before(tail, "passed"),
-        failed: count_before(tail, "failed") + count_before(tail, "timed out"),
-    }
+    let counts = match runner {
+        Runner::Bench => return Tally { passed: u64::from(text == "Success"), failed: 0 },
+        Runner::Cargo => text.strip_prefix("test result: "),
+        Runner::Nextest => {
+            text.strip_prefix("Summary [").and_then(|rest| Some(rest.split_once(" run: ")?.1))
+        }
+    };
+    counts.map_or(Tally::default(), |counts| Tally {
+        passed: count_before(counts, "passed"),
+        failed: count_before(counts, "failed") + count_before(counts, "timed out"),
+    })
 }
 
 /// The number in front of `word`, or 0.
@@ -66,19 +74,20 @@ mod tests {
     fn reads_both_runners() {
         let cargo =
             "test result: FAILED. 3 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out";
-        assert_eq!(of_line(cargo), Tally { passed: 3, failed: 1 });
+        assert_eq!(of_line(Runner::Nextest, cargo), Tally::default(), "quoted by a failed test");
+        assert_eq!(of_line(Runner::Cargo, cargo), Tally { passed: 3, failed: 1 });
         let nextest =
             "     Summary [   0.013s] 15/16 tests run: 12 passed (1 slow), 3 failed, 4 skipped";
-        assert_eq!(of_line(nextest), Tally { passed: 12, failed: 3 });
+        assert_eq!(of_line(Runner::Nextest, nextest), Tally { passed: 12, failed: 3 });
         let late = "Summary [ 9.0s] 3 tests run: 1 passed, 1 failed, 1 timed out, 0 skipped";
-        assert_eq!(of_line(late), Tally { passed: 1, failed: 2 });
-        assert_eq!(of_line("Success"), Tally { passed: 1, failed: 0 });
+        assert_eq!(of_line(Runner::Nextest, late), Tally { passed: 1, failed: 2 });
+        assert_eq!(of_line(Runner::Bench, "Success"), Tally { passed: 1, failed: 0 });
     }
 
     #[test]
     fn colour_does_not_hide_a_summary() {
         let line = "\u{1b}[32;1m     Summary\u{1b}[0m [ 1.0s] \u{1b}[1m2\u{1b}[0m tests run: \u{1b}[1m2\u{1b}[0m passed";
-        assert_eq!(of_line(line), Tally { passed: 2, failed: 0 });
+        assert_eq!(of_line(Runner::Nextest, line), Tally { passed: 2, failed: 0 });
     }
 
     #[test]
@@ -86,7 +95,9 @@ mod tests {
         for line in
             ["", "test a::b ... ok", "5 passed", "Summary of the summary", "running 3 tests"]
         {
-            assert_eq!(of_line(line), Tally::default(), "{line:?}");
+            for runner in [Runner::Cargo, Runner::Nextest, Runner::Bench] {
+                assert_eq!(of_line(runner, line), Tally::default(), "{line:?}");
+            }
         }
     }
 }

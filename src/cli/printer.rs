@@ -1,0 +1,352 @@
+//! The one place that writes. Data goes to stdout, all else to stderr.
+//!
+//! It promises:
+//! - a process has one outcome: [`Printer::finish`] takes the printer away;
+//! - with `--json` stdout holds exactly one JSON document with `"schema": 1`, also when the command fails;
+//! - the exit code is 0 for success, 2 for a request that is wrong in itself, 1 for any other failure;
+//! - a reader that goes away (`| head`) is no error, a full disk behind stdout is one;
+//! - colours appear on terminals only, never under `NO_COLOR`, and repeat what the words say.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::io::{self, ErrorKind, IsTerminal, Write};
+
+use serde_json::{Map, Value, json};
+
+use super::table::{Paint, Tint, shown};
+use crate::kind::Kind;
+
+/// The version of every JSON document that the command line prints.
+pub const SCHEMA: u32 = 1;
+
+/// What a command gives back when it succeeds.
+pub trait Answer {
+    /// The fields of the JSON document, without `schema`.
+    fn json(&self) -> Map<String, Value>;
+
+    /// The same for people, ending with a line break, or nothing.
+    fn text(&self, paint: Paint) -> String;
+}
+
+/// What a command gives back when it fails.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// What kind of failure; decides the exit code and, without a hint of its own, the hint.
+    pub kind: Kind,
+    /// What happened, to what.
+    pub message: String,
+    /// What to do next.
+    pub hint: String,
+}
+
+impl Failure {
+    /// A failure with the hint of its kind.
+    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), hint: hint_of(kind).to_owned() }
+    }
+
+    /// A failure from an error and the errors behind it. A cause that the message before it ends with is not repeated.
+    pub fn of(kind: Kind, error: &dyn Error) -> Self {
+        let mut message = error.to_string();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            let text = error.to_string();
+            if !message.ends_with(&text) {
+                message = format!("{message}: {text}");
+            }
+            cause = error.source();
+        }
+        Self::new(kind, message)
+    }
+
+    /// The same with a better hint than that of its kind.
+    pub fn with_hint(self, hint: impl Into<String>) -> Self {
+        Self { hint: hint.into(), ..self }
+    }
+
+    /// The process's exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self.kind {
+            Kind::Invalid => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// The kind as JSON and scripts have it. These words do not change.
+pub fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Invalid => "invalid",
+        Kind::NotFound => "not_found",
+        Kind::Exists => "exists",
+        Kind::Denied => "denied",
+        Kind::Fenced => "fenced",
+        Kind::Unavailable => "unavailable",
+        Kind::Busy => "busy",
+        Kind::Timeout => "timeout",
+        Kind::Corrupt => "corrupt",
+        Kind::Lost => "lost",
+        Kind::Io => "io",
+        Kind::Internal => "internal",
+    }
+}
+
+fn hint_of(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Invalid => "`--help` shows what the command takes",
+        Kind::NotFound => "`rapidraid ls` shows what there is",
+        Kind::Exists => "choose another name, or say that it may be replaced",
+        Kind::Denied => {
+            "use the certificate and key of this cluster that `cluster init` wrote for this role"
+        }
+        Kind::Fenced => {
+            "a newer owner is at work: run `rapidraid status` and start again from what it shows"
+        }
+        Kind::Unavailable => "`rapidraid status` shows which nodes answer; try again when they do",
+        Kind::Busy => "try again shortly; `rapidraid status` shows what is short",
+        Kind::Timeout => "try again; `rapidraid status` shows which node is slow",
+        Kind::Corrupt => {
+            "`rapidraid scrub` finds what else is damaged, `rapidraid repair` makes it good"
+        }
+        Kind::Lost => {
+            "bring lost nodes back: every node that returns may be the one that is missing"
+        }
+        Kind::Io => "look at the disk or socket that the message names: space, permissions, cable",
+        Kind::Internal => "this is a defect of rapidraid: please report it with this message",
+    }
+}
+
+/// How the two outputs are to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Look {
+    /// One JSON document on stdout.
+    pub json: bool,
+    /// Colours on stdout.
+    pub colour_out: bool,
+    /// Colours on stderr.
+    pub colour_err: bool,
+    /// Whether somebody watches stderr, so that progress is worth showing.
+    pub watched: bool,
+}
+
+impl Look {
+    /// What this process's terminals and environment ask for.
+    pub fn of_process(json: bool, env: &BTreeMap<String, String>) -> Self {
+        let colour = may_colour(env);
+        let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
+        Self { json, colour_out: out && colour && !json, colour_err: err && colour, watched: err }
+    }
+}
+
+/// No colours with a non-empty NO_COLOR (no-color.org) or on a terminal that has none.
+fn may_colour(env: &BTreeMap<String, String>) -> bool {
+    env.get("NO_COLOR").is_none_or(String::is_empty)
+        && env.get("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Writes what a command says, and its outcome.
+pub struct Printer {
+    look: Look,
+    out: Box<dyn Write + Send>,
+    err: Box<dyn Write + Send>,
+}
+
+impl Printer {
+    /// The printer of this process.
+    pub fn of_process(look: Look) -> Self {
+        Self::new(look, Box::new(io::stdout()), Box::new(io::stderr()))
+    }
+
+    /// A printer on any two writers.
+    pub fn new(look: Look, out: Box<dyn Write + Send>, err: Box<dyn Write + Send>) -> Self {
+        Self { look, out, err }
+    }
+
+    /// How it writes.
+    pub fn look(&self) -> Look {
+        self.look
+    }
+
+    /// Colours for data.
+    pub fn paint(&self) -> Paint {
+        Paint { colour: self.look.colour_out }
+    }
+
+    /// Says on stderr what is going on. If nobody can read it, nobody misses it.
+    pub fn note(&mut self, text: &str) {
+        let _ = writeln!(self.err, "{}", shown(text));
+    }
+
+    /// Says on stderr that something wants attention, and what to do.
+    pub fn warn(&mut self, text: &str, hint: &str) {
+        self.tagged(Tint::Yellow, "warning:", text);
+        self.tagged(Tint::Cyan, "hint:", hint);
+    }
+
+    /// Shows text of several lines that is neither data nor note, such as a picture, to a person: on stdout, or
+    /// nowhere with `--json`. False when nobody reads any more.
+    pub fn show(&mut self, text: &str) -> bool {
+        self.look.json
+            || self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()).is_ok()
+    }
+
+    fn tagged(&mut self, tint: Tint, tag: &str, text: &str) {
+        let tag = Paint { colour: self.look.colour_err }.tint(tint, tag);
+        let _ = writeln!(self.err, "{tag} {}", shown(text));
+    }
+
+    /// Prints the outcome and returns the process's exit code.
+    pub fn finish<A: Answer + ?Sized>(mut self, outcome: Result<&A, &Failure>) -> u8 {
+        let (document, text, code) = match outcome {
+            Ok(answer) => {
+                let mut fields = answer.json();
+                fields.insert("schema".to_owned(), json!(SCHEMA));
+                let text = if self.look.json { String::new() } else { answer.text(self.paint()) };
+                (Value::Object(fields), text, 0)
+            }
+            Err(failure) => {
+                self.tagged(Tint::Red, "error:", &failure.message);
+                self.tagged(Tint::Cyan, "hint:", &failure.hint);
+                let (kind, code) = (kind_name(failure.kind), failure.exit_code());
+                let error =
+                    json!({ "kind": kind, "message": failure.message, "hint": failure.hint });
+                (json!({ "schema": SCHEMA, "error": error }), String::new(), code)
+            }
+        };
+        let text = if self.look.json { format!("{document}\n") } else { text };
+        match self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()) {
+            Ok(()) => code,
+            // The reader has what it wanted.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => code,
+            Err(error) => {
+                self.tagged(Tint::Red, "error:", &format!("cannot write to stdout: {error}"));
+                self.tagged(Tint::Cyan, "hint:", hint_of(Kind::Io));
+                code.max(1)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>, Option<ErrorKind>);
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            match self.1 {
+                Some(kind) => Err(kind.into()),
+                None => self.0.lock().unwrap().write(bytes),
+            }
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Sink {
+        fn text(&self) -> String {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+        }
+    }
+
+    struct Saved;
+
+    impl Answer for Saved {
+        fn json(&self) -> Map<String, Value> {
+            Map::from_iter([("shards".to_owned(), json!(3))])
+        }
+        fn text(&self, paint: Paint) -> String {
+            format!("{} 3 shards\n", paint.tint(Tint::Green, "saved"))
+        }
+    }
+
+    const PLAIN: Look = Look { json: false, colour_out: false, colour_err: false, watched: false };
+    const JSON: Look = Look { json: true, ..PLAIN };
+
+    fn run(look: Look, outcome: Result<&Saved, &Failure>, out: Sink) -> (u8, String, String) {
+        let err = Sink::default();
+        let mut printer = Printer::new(look, Box::new(out.clone()), Box::new(err.clone()));
+        printer.note("connecting");
+        assert_eq!(printer.show("picture\n"), out.1.is_none() || look.json);
+        let code = printer.finish(outcome);
+        (code, out.text(), err.text())
+    }
+
+    #[test]
+    fn data_goes_to_stdout_and_the_rest_to_stderr() {
+        let (code, out, err) = run(PLAIN, Ok(&Saved), Sink::default());
+        assert_eq!(
+            (code, out.as_str(), err.as_str()),
+            (0, "picture\nsaved 3 shards\n", "connecting\n")
+        );
+        let failure = Failure::new(Kind::Lost, "shard a/b: 10 of 11 pieces are left");
+        let (code, out, err) = run(PLAIN, Err(&failure), Sink::default());
+        assert_eq!((code, out.as_str()), (1, "picture\n"));
+        assert!(
+            err.contains("error: shard a/b: 10 of 11 pieces are left\nhint: bring lost nodes back"),
+            "{err}"
+        );
+    }
+
+    #[test]
+    fn json_is_one_document_in_success_and_failure() {
+        let (code, out, _) = run(JSON, Ok(&Saved), Sink::default());
+        assert_eq!((code, out.as_str()), (0, "{\"schema\":1,\"shards\":3}\n"));
+        let failure = Failure::new(Kind::Invalid, "no\u{1b}").with_hint("yes");
+        let (code, out, err) = run(JSON, Err(&failure), Sink::default());
+        let document: Value = serde_json::from_str(&out).unwrap();
+        let error = json!({"kind": "invalid", "message": "no\u{1b}", "hint": "yes"});
+        assert_eq!((code, document), (2, json!({"schema": 1, "error": error})));
+        assert!(err.contains("error: no\\u{1b}\nhint: yes"), "{err}");
+    }
+
+    #[test]
+    fn a_reader_that_left_is_no_error_and_a_full_disk_is() {
+        let gone = Sink(Arc::default(), Some(ErrorKind::BrokenPipe));
+        assert_eq!(run(PLAIN, Ok(&Saved), gone.clone()).0, 0);
+        assert_eq!(run(PLAIN, Err(&Failure::new(Kind::Io, "x")), gone).0, 1);
+        let full = Sink(Arc::default(), Some(ErrorKind::StorageFull));
+        let (code, _, err) = run(JSON, Ok(&Saved), full);
+        assert!(code == 1 && err.contains("cannot write to stdout"), "{code} {err}");
+    }
+
+    #[test]
+    fn colours_need_a_terminal_that_wants_them() {
+        let env = |k: &str, v: &str| BTreeMap::from([(k.to_owned(), v.to_owned())]);
+        assert!(may_colour(&BTreeMap::new()) && may_colour(&env("NO_COLOR", "")));
+        assert!(!may_colour(&env("NO_COLOR", "1")) && !may_colour(&env("TERM", "dumb")));
+        let look = Look { colour_out: true, ..PLAIN };
+        assert!(run(look, Ok(&Saved), Sink::default()).1.contains("\u{1b}[32msaved\u{1b}[0m 3"));
+    }
+
+    #[test]
+    fn scripts_can_rely_on_kinds_and_codes() {
+        let names: Vec<&str> = (1..=12).map(|code| kind_name(Kind::from_wire_code(code))).collect();
+        let expected = "invalid not_found exists denied fenced unavailable busy timeout corrupt lost io internal";
+        assert_eq!(names.join(" "), expected);
+        let code = |kind| Failure::new(kind, "").exit_code();
+        assert_eq!((code(Kind::Invalid), code(Kind::NotFound), code(Kind::Internal)), (2, 1, 1));
+    }
+
+    #[test]
+    fn causes_are_told_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot read a.pem: {source}")]
+        struct Outer {
+            source: Inner,
+        }
+        #[derive(Debug, thiserror::Error)]
+        #[error("refused")]
+        struct Inner(#[source] io::Error);
+        let error = Outer { source: Inner(io::Error::other("errno 13")) };
+        assert_eq!(
+            Failure::of(Kind::Denied, &error).message,
+            "cannot read a.pem: refused: errno 13"
+        );
+    }
+}

@@ -4,6 +4,7 @@
 
 pub mod budget;
 pub mod clock;
+pub mod code;
 pub mod entropy;
 pub mod gf;
 pub mod id;

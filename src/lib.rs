@@ -5,6 +5,7 @@
 pub mod budget;
 pub mod cli;
 pub mod clock;
+pub mod code;
 pub mod config;
 pub mod entropy;
 pub mod format;

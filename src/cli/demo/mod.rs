@@ -1,0 +1,4 @@
+//! Stub.
+pub async fn run(_: &mut super::Front, _: super::args::Demo) -> super::Outcome {
+    unreachable!()
+}

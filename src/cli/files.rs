@@ -118,11 +118,6 @@ pub fn create_new(path: &Path) -> Result<File, Failure> {
     opened.map_err(|error| io_failure("write", path, &error))
 }
 
-/// Writes a file, over the one that has the name.
-pub fn write_over(path: &Path, text: &str) -> Result<(), Failure> {
-    fs::write(path, text).map_err(|error| io_failure("write", path, &error))
-}
-
 /// Removes a folder and what is in it, as far as that goes.
 pub fn remove_folder(path: &Path) {
     let _ = fs::remove_dir_all(path);
@@ -164,6 +159,17 @@ pub fn entries(folder: &Path) -> Result<Vec<(PathBuf, fs::FileType)>, Failure> {
     }
     found.sort_by(|a, b| a.0.cmp(&b.0));
     Ok(found)
+}
+
+/// The length of a file.
+pub fn length(path: &Path) -> Result<u64, Failure> {
+    Ok(fs::metadata(path).map_err(|error| io_failure("read", path, &error))?.len())
+}
+
+/// Free bytes of the disk that `path` is on, for those without privileges.
+pub fn free_bytes(path: &Path) -> Result<u64, Failure> {
+    let found = rustix::fs::statvfs(path).map_err(|e| io_failure("look at", path, &e.into()))?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// What a path leads to; symbolic links are followed.

@@ -4,7 +4,9 @@
 
 pub mod budget;
 pub mod cli;
+pub mod catalogue;
 pub mod clock;
+pub mod code;
 pub mod config;
 pub mod entropy;
 pub mod format;
@@ -12,4 +14,12 @@ pub mod gf;
 pub mod id;
 pub mod kind;
 pub mod net;
+pub mod node;
+pub mod pipeline;
+pub mod placement;
+pub mod plan;
+pub mod planner;
+pub mod store;
+pub mod topology;
 pub mod units;
+pub mod wire;

@@ -8,4 +8,5 @@ pub mod entropy;
 pub mod format;
 pub mod id;
 pub mod kind;
+pub mod store;
 pub mod units;

@@ -204,7 +204,7 @@ impl AlignedBuffer {
     }
 
     /// All of it.
-    pub fn as_mut(&mut self) -> &mut [u8] {
+    pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..self.start + self.len]
     }
 }
@@ -252,8 +252,8 @@ mod tests {
             let mut plain = vec![1; len];
             file.read_past_cache_at(&mut plain, offset as u64).unwrap();
             assert_eq!(plain, whole[offset..offset + len], "{offset}+{len}");
-            file.read_past_cache_at(&mut aligned.as_mut()[..len], offset as u64).unwrap();
-            assert_eq!(aligned.as_mut()[..len], whole[offset..offset + len], "{offset}+{len}");
+            file.read_past_cache_at(&mut aligned.bytes()[..len], offset as u64).unwrap();
+            assert_eq!(aligned.bytes()[..len], whole[offset..offset + len], "{offset}+{len}");
         }
         for read in [DiskFile::read_at, DiskFile::read_past_cache_at] {
             let short = read(file.as_ref(), &mut [0; 8], 9_996);

@@ -1,27 +1,24 @@
 //! The data folder itself: whose it is, its lock, its epoch, its files.
 
-use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::disk::{Disk, DiskEntry, DiskLock, Space};
+use super::disk::{Disk, DiskLock, Space};
 use super::index::{FileInfo, Index, Totals};
 use super::kv::{Kv, Opened, SledKv};
-use super::names::{
-    Names, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
-};
+use super::names::{Names, QUARANTINE, SHARDS, TMP, file_path, shard_dir};
 use super::real_disk::RealDisk;
-use super::small::{if_found, is_small_name};
+use super::reconcile::{Reconciled, stripe_index};
+use super::small::if_found;
 use super::stored_file::StoredFile;
 use crate::format::FormatError;
 use crate::format::envelope::{RecordKind, open_record, seal_record};
-use crate::format::file::{FileKey, FileName};
+use crate::format::file::FileKey;
 use crate::id::{ClusterId, Epoch, NodeId, PeerName, ShardId, StripeId};
-use crate::kind::Kind;
 
 /// The name of the lock file: [`Disk::lock`] it before anything else in the folder is opened.
 pub const LOCK_FILE: &str = "lock";
@@ -32,8 +29,6 @@ const IDENTITY: &str = "node.id";
 const EPOCH: &str = "epoch";
 /// The layout of the folder.
 const FOLDER_FORMAT: u8 = 1;
-/// The end of the name of a note in quarantine.
-const NOTE: &str = ".why";
 
 /// The body of `node.id`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,21 +36,6 @@ struct NodeIdentity {
     cluster: ClusterId,
     name: PeerName,
     format: u8,
-}
-
-/// What [`Store::open`] found when it compared index and folders.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Reconciled {
-    /// Files that the index did not have, or had otherwise.
-    pub added: u64,
-    /// Entries without a file.
-    pub dropped: u64,
-    /// Files that proved nothing and are in quarantine now.
-    pub quarantined: u64,
-    /// Files that could not be read now (disk errors, a later release's): left, and not in the index.
-    pub unreadable: u64,
-    /// Names that are not ours: left alone.
-    pub strangers: u64,
 }
 
 /// The data folder of a node. Clones are the same folder.
@@ -195,6 +175,10 @@ impl Store {
         &self.inner.index
     }
 
+    pub(super) fn next_quarantine(&self) -> &AtomicU64 {
+        &self.inner.next_quarantine
+    }
+
     /// The cluster that the folder belongs to.
     pub fn cluster(&self) -> ClusterId {
         self.inner.cluster
@@ -235,25 +219,9 @@ impl Store {
     /// Removes a file and returns when that is durable; `false` when there was none. Whether it *may* go is
     /// the caller's affair.
     pub fn remove(&self, key: FileKey) -> Result<bool, StoreError> {
-        let removed = if_found(self.names().remove(&file_path(key)))?.is_some();
+        let removed = self.names().remove(&file_path(key))?;
         self.index().update(key, None)?;
         Ok(removed)
-    }
-
-    /// Moves a file out of the way, with a note that says why. Nothing in quarantine is ever deleted.
-    pub fn quarantine(&self, key: FileKey, why: &str) -> Result<(), StoreError> {
-        self.move_to_quarantine(key, why)?;
-        self.index().count_quarantined();
-        self.index().update(key, None)
-    }
-
-    fn move_to_quarantine(&self, key: FileKey, why: &str) -> Result<(), StoreError> {
-        let number = self.inner.next_quarantine.fetch_add(1, Ordering::Relaxed);
-        let aside = format!("{QUARANTINE}/{number:06}-{}", key.to_string().replace('/', "-"));
-        self.names().move_out(&file_path(key), &aside)?;
-        tracing::warn!(%key, aside, why, "moved a file to quarantine");
-        let note: String = format!("{key}\n{why}\n").chars().take(4096).collect();
-        self.put_record(&format!("{aside}{NOTE}"), note.as_bytes()).map(drop)
     }
 
     /// The replica and piece files of a stripe, by name, as the index has them.
@@ -293,124 +261,5 @@ impl Store {
     /// How much space the disk has.
     pub fn space(&self) -> Result<Space, StoreError> {
         Ok(self.disk().space()?)
-    }
-
-    /// Forgets the index and makes it again from the files. Writers wait at their end until it is done.
-    pub fn rebuild_index(&self) -> Result<Reconciled, StoreError> {
-        self.index().retain_stripes(|_| false)?;
-        self.reconcile()
-    }
-
-    /// Brings the index in line with the folders.
-    fn reconcile(&self) -> Result<Reconciled, StoreError> {
-        let mut walk = Walk { store: self, report: Reconciled::default(), seen: HashSet::new() };
-        let report = self.index().exclusively(|totals| {
-            let quarantined = self.quarantined()?;
-            walk.shards(totals)?;
-            walk.report.dropped +=
-                self.index().retain_stripes(|stripe| walk.seen.contains(&stripe))?;
-            totals.quarantined = quarantined + walk.report.quarantined;
-            Ok::<_, StoreError>(walk.report)
-        })?;
-        if report != Reconciled::default() {
-            tracing::warn!(?report, "the index was not in line with the files");
-        }
-        Ok(report)
-    }
-
-    /// Counts what is in quarantine, and makes sure that no number is used twice.
-    fn quarantined(&self) -> Result<u64, StoreError> {
-        let entries = self.disk().list(QUARANTINE)?;
-        let number = |entry: &DiskEntry| entry.name.split('-').next()?.parse::<u64>().ok();
-        let highest = entries.iter().filter_map(number).max().unwrap_or(0);
-        self.inner.next_quarantine.fetch_max(highest.saturating_add(1), Ordering::Relaxed);
-        Ok(entries.iter().filter(|entry| !entry.name.ends_with(NOTE)).count() as u64)
-    }
-}
-
-fn stripe_index(entry: &DiskEntry) -> Option<u32> {
-    if entry.is_dir { parse_stripe_index(&entry.name) } else { None }
-}
-
-/// One walk over `shards/`.
-struct Walk<'a> {
-    store: &'a Store,
-    report: Reconciled,
-    seen: HashSet<StripeId>,
-}
-
-impl Walk<'_> {
-    fn shards(&mut self, totals: &mut Totals) -> Result<(), StoreError> {
-        for entry in self.store.disk().list(SHARDS)? {
-            match entry.name.parse().ok().filter(|_| entry.is_dir) {
-                Some(shard) => self.shard(shard, totals)?,
-                None => self.report.strangers += 1,
-            }
-        }
-        Ok(())
-    }
-
-    fn shard(&mut self, shard: ShardId, totals: &mut Totals) -> Result<(), StoreError> {
-        for entry in self.store.disk().list(&shard_dir(shard))? {
-            match stripe_index(&entry) {
-                Some(index) => self.stripe(StripeId { shard, index }, totals)?,
-                None => self.small(&entry, totals),
-            }
-        }
-        Ok(())
-    }
-
-    fn small(&mut self, entry: &DiskEntry, totals: &mut Totals) {
-        if !entry.is_dir && is_small_name(&entry.name) {
-            totals.small_bytes += entry.len_bytes;
-        } else {
-            self.report.strangers += 1;
-        }
-    }
-
-    fn stripe(&mut self, stripe: StripeId, totals: &mut Totals) -> Result<(), StoreError> {
-        self.seen.insert(stripe);
-        let known = self.store.index().find(stripe)?;
-        let mut files = Vec::new();
-        for entry in self.store.disk().list(&stripe_dir(stripe))? {
-            match entry.name.parse::<FileName>().ok().filter(|_| !entry.is_dir) {
-                Some(name) => {
-                    files.extend(self.file(FileKey { stripe, name }, entry.len_bytes, &known)?);
-                }
-                None => self.small(&entry, totals),
-            }
-        }
-        let gone = |info: &&FileInfo| !files.iter().any(|file: &FileInfo| file.key() == info.key());
-        self.report.dropped += known.iter().filter(gone).count() as u64;
-        self.store.index().replace_stripe(stripe, &files, totals)
-    }
-
-    /// A file as the index has it, or as its header says where the index does not fit.
-    fn file(
-        &mut self,
-        key: FileKey,
-        file_bytes: u64,
-        known: &[FileInfo],
-    ) -> Result<Option<FileInfo>, StoreError> {
-        let fits = |info: &&FileInfo| info.key() == key && info.file_bytes == file_bytes;
-        if let Some(info) = known.iter().find(fits) {
-            return Ok(Some(*info));
-        }
-        match self.store.open_file(key) {
-            Ok(file) => {
-                self.report.added += 1;
-                Ok(Some(file.info()))
-            }
-            Err(error) if error.kind() == Kind::Corrupt => {
-                self.store.move_to_quarantine(key, &error.to_string())?;
-                self.report.quarantined += 1;
-                Ok(None)
-            }
-            Err(error) => {
-                tracing::error!(%key, %error, "cannot read a file; it is left where it is");
-                self.report.unreadable += 1;
-                Ok(None)
-            }
-        }
     }
 }

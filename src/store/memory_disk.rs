@@ -14,118 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::disk::{Disk, DiskEntry, DiskError, DiskFile, DiskLock, Space, check_path, parent};
+use super::memory_file::{Contents, FileState};
 use crate::entropy::{Entropy, SeededEntropy};
-
-const PAGE: usize = 4096;
-/// What a medium writes whole or not at all.
-const SECTOR: usize = 512;
-
-type Page = [u8; PAGE];
-
-/// Bytes in pages that are shared until one side writes, so that images are cheap to keep.
-#[derive(Clone, Default)]
-struct Contents {
-    pages: Vec<Arc<Page>>,
-    len: u64,
-}
-
-impl Contents {
-    fn set_len(&mut self, len: u64) {
-        self.pages.resize_with(len.div_ceil(PAGE as u64) as usize, || Arc::new([0; PAGE]));
-        let used = (len % PAGE as u64) as usize;
-        if len < self.len
-            && used > 0
-            && let Some(last) = self.pages.last_mut()
-        {
-            Arc::make_mut(last)[used..].fill(0);
-        }
-        self.len = len;
-    }
-
-    /// Writes, and says which pages changed.
-    fn write(&mut self, bytes: &[u8], offset: u64) -> std::ops::Range<usize> {
-        let end = offset + bytes.len() as u64;
-        if end > self.len {
-            self.set_len(end);
-        }
-        let first = (offset / PAGE as u64) as usize;
-        let (mut rest, mut at) = (bytes, (offset % PAGE as u64) as usize);
-        let mut page = first;
-        while !rest.is_empty() {
-            let (now, later) = rest.split_at(rest.len().min(PAGE - at));
-            Arc::make_mut(&mut self.pages[page])[at..at + now.len()].copy_from_slice(now);
-            (rest, at, page) = (later, 0, page + 1);
-        }
-        first..page
-    }
-
-    /// Fills `buf`; `false` when the content ends before.
-    fn read(&self, buf: &mut [u8], offset: u64) -> bool {
-        if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.len) {
-            return false;
-        }
-        let (mut page, mut at) = ((offset / PAGE as u64) as usize, (offset % PAGE as u64) as usize);
-        let mut rest = buf;
-        while !rest.is_empty() {
-            let now = rest.len().min(PAGE - at);
-            rest[..now].copy_from_slice(&self.pages[page][at..at + now]);
-            (rest, at, page) = (&mut rest[now..], 0, page + 1);
-        }
-        true
-    }
-
-    fn flip(&mut self, bit: u64) -> bool {
-        let byte = bit / 8;
-        if byte >= self.len {
-            return false;
-        }
-        let page = &mut self.pages[(byte / PAGE as u64) as usize];
-        Arc::make_mut(page)[(byte % PAGE as u64) as usize] ^= 1 << (bit % 8);
-        true
-    }
-}
-
-/// A file: what is seen, what is durable, and which pages differ because they were written since.
-#[derive(Default)]
-struct FileState {
-    seen: Contents,
-    durable: Contents,
-    dirty: BTreeSet<usize>,
-    reserved: u64,
-}
-
-impl FileState {
-    fn sync(&mut self) {
-        self.durable.set_len(self.seen.len);
-        for page in std::mem::take(&mut self.dirty) {
-            if let (Some(to), Some(from)) =
-                (self.durable.pages.get_mut(page), self.seen.pages.get(page))
-            {
-                to.clone_from(from);
-            }
-        }
-    }
-
-    fn space(&self) -> u64 {
-        self.seen.len.max(self.reserved)
-    }
-
-    /// Any of the states that a power cut may leave: each sector and the length old or new.
-    fn torn(&self, coin: &SeededEntropy) -> Contents {
-        let mut out = self.durable.clone();
-        out.set_len(if coin.below(2) == 0 { self.durable.len } else { self.seen.len });
-        for (at, page) in out.pages.iter_mut().enumerate().filter(|(at, _)| self.dirty.contains(at))
-        {
-            let Some(seen) = self.seen.pages.get(at) else { continue };
-            let sectors = Arc::make_mut(page).chunks_mut(SECTOR).zip(seen.chunks(SECTOR));
-            for (to, from) in sectors.filter(|_| coin.below(2) == 1) {
-                to.copy_from_slice(from);
-            }
-        }
-        out.set_len(out.len); // clears what new sectors brought past the old length
-        out
-    }
-}
 
 struct FileNode {
     state: Mutex<FileState>,
@@ -275,9 +165,7 @@ impl MemoryDisk {
     pub fn truncate(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
         let (before, after) = self.with_file_state(path, |file| {
             let before = file.space();
-            file.seen.set_len(len_bytes);
-            file.durable.set_len(len_bytes);
-            file.dirty.retain(|page| *page < file.seen.pages.len());
+            file.set_len(len_bytes);
             (before, file.space())
         })?;
         self.shared.used.fetch_add(after, Ordering::Relaxed);
@@ -397,9 +285,8 @@ fn image_of_dir(
             let state = hold(&file.state);
             let contents = coin.map_or_else(|| state.durable.clone(), |coin| state.torn(coin));
             used.fetch_add(contents.len, Ordering::Relaxed);
-            let state =
-                FileState { seen: contents.clone(), durable: contents, ..Default::default() };
-            Node::File(Arc::new(FileNode { state: Mutex::new(state), used: used.clone() }))
+            let state = Mutex::new(FileState::synced(contents));
+            Node::File(Arc::new(FileNode { state, used: used.clone() }))
         }
     };
     let seen: BTreeMap<_, _> =
@@ -581,8 +468,7 @@ impl DiskFile for MemoryFile {
         self.disk.begin(&self.path, Effect::Change)?;
         let mut file = hold(&self.node.state);
         self.claim(&file, offset.saturating_add(bytes.len() as u64))?;
-        let pages = file.seen.write(bytes, offset);
-        file.dirty.extend(pages);
+        file.write(bytes, offset);
         Ok(())
     }
 
@@ -610,6 +496,7 @@ impl DiskFile for MemoryFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::memory_file::SECTOR;
 
     fn read(disk: &MemoryDisk, path: &str) -> Result<Vec<u8>, DiskError> {
         let file = disk.open(path)?;

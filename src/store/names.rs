@@ -95,14 +95,14 @@ impl Names {
         Ok(())
     }
 
-    /// Makes the names in `dir` durable, and `dir` itself where it is not.
+    /// Makes the names in `dir` durable, and `dir` itself where it is not. When others have removed what was
+    /// published, and the folder with it, that is what is made durable.
     fn sync_up(&self, dir: &str) -> Result<(), DiskError> {
-        self.disk.sync_dir(dir)?;
-        let mut dir = dir;
+        let mut dir = self.sync_or_above(dir)?;
         while !dir.is_empty() {
             let number = self.made().unsynced.get(dir).copied();
             if number.is_some() {
-                self.disk.sync_dir(parent(dir))?;
+                self.sync_or_above(parent(dir))?;
                 let mut made = self.made();
                 // Unless it was removed and made again meanwhile.
                 if made.unsynced.get(dir).copied() == number {
@@ -114,15 +114,31 @@ impl Names {
         Ok(())
     }
 
+    /// Syncs a folder, or the nearest above it when others have removed it; gives which.
+    fn sync_or_above<'a>(&self, dir: &'a str) -> Result<&'a str, DiskError> {
+        let mut dir = dir;
+        loop {
+            match self.disk.sync_dir(dir) {
+                Err(DiskError::NotFound { .. }) if !dir.is_empty() => dir = parent(dir),
+                done => return done.map(|()| dir),
+            }
+        }
+    }
+
     /// Removes a file below `shards/`, with the folders that it leaves empty, and returns when that is
-    /// durable.
-    pub(super) fn remove(&self, path: &str) -> Result<(), DiskError> {
-        let left = {
+    /// durable; `false` when there is none. That is made durable too: an earlier call may have removed it and
+    /// failed before its sync.
+    pub(super) fn remove(&self, path: &str) -> Result<bool, DiskError> {
+        let (removed, left) = {
             let mut made = self.made();
-            self.disk.remove(path)?;
-            self.remove_empty_dirs(parent(path), &mut made)
+            match self.disk.remove(path) {
+                Ok(()) => (true, self.remove_empty_dirs(parent(path), &mut made)),
+                Err(DiskError::NotFound { .. }) => (false, parent(path)),
+                Err(error) => return Err(error),
+            }
         };
-        self.sync_what_is_left(left)
+        self.sync_or_above(left)?;
+        Ok(removed)
     }
 
     /// Moves a file below `shards/` to a folder outside and returns when it is durable there, and gone here.
@@ -133,7 +149,7 @@ impl Names {
             self.remove_empty_dirs(parent(from), &mut made)
         };
         self.disk.sync_dir(parent(to))?;
-        self.sync_what_is_left(left)
+        self.sync_or_above(left).map(drop)
     }
 
     /// Removes `dir` and the folders above it as far as they are empty; gives the first that stays. An error
@@ -145,17 +161,6 @@ impl Names {
             dir = parent(dir);
         }
         dir
-    }
-
-    /// Syncs the folder in which something was removed, or the nearest above it that others have left.
-    fn sync_what_is_left(&self, dir: &str) -> Result<(), DiskError> {
-        let mut dir = dir;
-        loop {
-            match self.disk.sync_dir(dir) {
-                Err(DiskError::NotFound { .. }) if dir != SHARDS => dir = parent(dir),
-                done => return done,
-            }
-        }
     }
 }
 

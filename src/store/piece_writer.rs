@@ -147,7 +147,7 @@ impl PieceWriter {
         let (key, len_bytes) = (self.temporary.key(), self.temporary.len_bytes());
         let Some(first) = run.first() else { return Ok(()) };
         let bytes: u64 = run.iter().map(|grain| grain_len(len_bytes, *grain)).sum();
-        let Some(buf) = self.buffer.as_mut().get_mut(..bytes as usize) else {
+        let Some(buf) = self.buffer.bytes().get_mut(..bytes as usize) else {
             return Err(StoreError::Misuse { key, why: "a run longer than the buffer" });
         };
         self.temporary.file().read_past_cache_at(buf, first * GRAIN_BYTES)?;

@@ -205,7 +205,7 @@ fn read_direct(direct: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
             let whole = rest.len() / ALIGN * ALIGN;
             direct.read_at(&mut rest[..whole], at)
         } else {
-            let through = bounce.get_or_insert_with(|| AlignedBuffer::new(BOUNCE_BYTES)).as_mut();
+            let through = bounce.get_or_insert_with(|| AlignedBuffer::new(BOUNCE_BYTES)).bytes();
             let want = (skip + rest.len()).next_multiple_of(ALIGN).min(BOUNCE_BYTES);
             direct.read_at(&mut through[..want], at - skip as u64).map(|got| {
                 let usable = got.saturating_sub(skip).min(rest.len());

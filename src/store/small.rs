@@ -85,13 +85,15 @@ impl Store {
     /// Removes a small record and returns when that is durable; `false` when there was none.
     pub fn remove_small(&self, scope: Scope, name: &str) -> Result<bool, StoreError> {
         let path = scope.path(name)?;
-        let Some(file) = if_found(self.disk().open(&path))? else { return Ok(false) };
-        let bytes = file.len_bytes()?;
-        if if_found(self.names().remove(&path))?.is_none() {
-            return Ok(false);
+        let bytes = match if_found(self.disk().open(&path))? {
+            Some(file) => file.len_bytes()?,
+            None => 0,
+        };
+        let removed = self.names().remove(&path)?;
+        if removed {
+            self.index().count_small(Some(bytes), None);
         }
-        self.index().count_small(Some(bytes), None);
-        Ok(true)
+        Ok(removed)
     }
 
     /// The names and lengths of a scope's small records, by name.

@@ -104,7 +104,7 @@ impl StoredFile {
     pub fn scrub(&self) -> Vec<u64> {
         let mut buffer = AlignedBuffer::new(GRAIN_BYTES as usize);
         let mut damaged =
-            |grain: &u64| self.read_grains_past_cache(*grain, buffer.as_mut()).is_err();
+            |grain: &u64| self.read_grains_past_cache(*grain, buffer.bytes()).is_err();
         (0..grains(self.header.len_bytes)).filter(|grain| damaged(grain)).collect()
     }
 

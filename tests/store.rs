@@ -565,6 +565,30 @@ fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
     assert_eq!(error.kind(), Kind::Corrupt, "an epoch is not guessed");
 }
 
+#[test]
+fn a_crash_while_a_folder_becomes_a_nodes_leaves_it_open_to_that_node() {
+    for operation in 0.. {
+        let disk = MemoryDisk::new(1 << 30);
+        disk.stop_after(operation);
+        let lock = disk.lock("lock").unwrap();
+        let kv = Arc::new(MemoryKv::new());
+        let first = Store::open(Arc::new(disk.clone()), lock, kv, CLUSTER, &name("n1"));
+        for image in [disk.crash(), disk.crash_torn(1), disk.crash_torn(2)] {
+            let lock = image.lock("lock").unwrap();
+            let kv = Arc::new(MemoryKv::new());
+            if first.is_ok() {
+                assert!(Store::open(Arc::new(image), lock, kv, CLUSTER, &name("n2")).is_err());
+            } else {
+                Store::open(Arc::new(image), lock, kv, CLUSTER, &name("n1")).unwrap();
+            }
+        }
+        if first.is_ok() {
+            assert!(operation > 5);
+            break;
+        }
+    }
+}
+
 fn open_folder(folder: &Path) -> Result<(Store, Reconciled, Opened), StoreError> {
     Store::open_folder(folder, CACHE_BYTES, CLUSTER, &name("n1"))
 }
@@ -592,6 +616,16 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     std::fs::remove_dir_all(folder.path().join("index")).unwrap();
     let (store, report, opened) = open_folder(folder.path()).unwrap();
     assert_eq!((report.added, opened), (2, Opened::Created));
+    assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found.clone()));
+    drop(store);
+
+    // Damage in the middle makes sled give back the part before it, and say nothing.
+    let log = folder.path().join("index/db");
+    let mut bytes = std::fs::read(&log).unwrap();
+    bytes.iter_mut().take(4096).for_each(|byte| *byte ^= 0x5a);
+    std::fs::write(&log, bytes).unwrap();
+    let (store, report, _) = open_folder(folder.path()).unwrap();
+    assert_eq!(report.added, 2);
     assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found));
     drop(store);
 

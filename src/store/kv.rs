@@ -214,7 +214,8 @@ impl Kv for MemoryKv {
 pub enum Opened {
     /// There was none; it is empty.
     Created,
-    /// It is the one that was there.
+    /// It is the one that was there. Not a promise that it is complete: where its log is damaged in the middle,
+    /// sled gives back what lies before and says nothing.
     Recovered,
     /// The one that was there did not open. It was moved aside, this one is empty and has to be filled again.
     Rebuilt {

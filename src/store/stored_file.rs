@@ -9,7 +9,10 @@ use crate::format::FormatError;
 use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
 use crate::format::tree::{GrainTree, grain_len};
 use crate::id::ClusterId;
-use crate::units::{GRAIN_BYTES, grains};
+use crate::units::{GRAIN_BYTES, MIB, grains};
+
+/// One read of a scrub.
+const SCRUB_BYTES: u64 = MIB;
 
 /// An open replica or piece file. It can still be read when its name is removed or taken over.
 pub struct StoredFile {
@@ -100,12 +103,26 @@ impl StoredFile {
         Ok(())
     }
 
-    /// Reads all of it from the medium and gives the grains that are damaged or cannot be read.
+    /// Reads all of it from the medium and gives the grains that are damaged or cannot be read. Holds one
+    /// buffer of 1 MiB.
     pub fn scrub(&self) -> Vec<u64> {
-        let mut buffer = AlignedBuffer::new(GRAIN_BYTES as usize);
-        let mut damaged =
-            |grain: &u64| self.read_grains_past_cache(*grain, buffer.bytes()).is_err();
-        (0..grains(self.header.len_bytes)).filter(|grain| damaged(grain)).collect()
+        let mut buffer = AlignedBuffer::new(SCRUB_BYTES as usize);
+        let mut damaged = Vec::new();
+        let all = grains(self.header.len_bytes);
+        let step = SCRUB_BYTES / GRAIN_BYTES;
+        for first in (0..all).step_by(step as usize) {
+            if self.read_grains_past_cache(first, buffer.bytes()).is_ok() {
+                continue;
+            }
+            // Something in this run: ask grain by grain.
+            for grain in first..all.min(first + step) {
+                let one = buffer.bytes().get_mut(..GRAIN_BYTES as usize).unwrap_or_default();
+                if self.read_grains_past_cache(grain, one).is_err() {
+                    damaged.push(grain);
+                }
+            }
+        }
+        damaged
     }
 
     fn check_range(&self, offset: u64, len: usize) -> Result<(), StoreError> {

@@ -134,11 +134,11 @@ impl BlockWriter {
         let hashes = std::mem::take(&mut self.hashes);
         let tree = GrainTree::from_hashes(self.temporary.len_bytes(), hashes)
             .map_err(|_| self.misuse("fewer bytes than announced"))?;
-        match expected_root {
-            Some(expected) if expected != tree.root() => {
-                Err(root_error(key, expected, tree.root()))
-            }
-            _ => self.temporary.seal(&tree, false),
+        if let Some(expected) = expected_root.filter(|expected| *expected != tree.root()) {
+            return Err(root_error(key, expected, tree.root()));
         }
+        let tail = self.temporary.write_tail(&tree)?;
+        self.temporary.file().sync()?;
+        self.temporary.publish(&tail)
     }
 }

@@ -5,7 +5,7 @@
 //! sync shows in [`MemoryDisk::crash`]. [`MemoryDisk::crash_torn`] leaves a random part of the unsynced, which is
 //! the other thing that real disks do. Reads past the cache see the second image.
 //!
-//! Faults are set from outside: the disk stops at an operation, an operation fails, a sync is a lie, bits
+//! Faults are set from outside: the disk stops at an operation, an operation fails, a sync is a lie or spoils a bit, bits
 //! flip, files are cut, space ends. Same calls, same faults, same seed: same bytes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -60,6 +60,7 @@ struct Faults {
     stop_at: Option<u64>,
     fail_at: Option<u64>,
     skip_sync_at: Option<u64>,
+    spoil_sync_at: Option<u64>,
 }
 
 struct Shared {
@@ -80,11 +81,20 @@ fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What kind of call it is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Effect {
     Read,
     Change,
     Sync,
+}
+
+/// What becomes of a call that reports success.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Done,
+    Skipped,
+    Spoilt,
 }
 
 impl MemoryDisk {
@@ -138,6 +148,13 @@ impl MemoryDisk {
     pub fn skip_sync_after(&self, syncs: u64) {
         let mut faults = hold(&self.shared.faults);
         faults.skip_sync_at = Some(faults.syncs + syncs);
+    }
+
+    /// The sync after the next `syncs` spoils one bit on the medium, if it is one of a file; the page cache
+    /// still has the right one.
+    pub fn spoil_sync_after(&self, syncs: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.spoil_sync_at = Some(faults.syncs + syncs);
     }
 
     /// How many operations and how many syncs there were.
@@ -196,15 +213,15 @@ impl MemoryDisk {
         }
     }
 
-    /// Counts an operation and applies the faults. `false`: report success, do nothing.
-    fn begin(&self, path: &str, effect: Effect) -> Result<bool, DiskError> {
+    /// Counts an operation and applies the faults.
+    fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
         let mut faults = hold(&self.shared.faults);
         let number = faults.operations;
         if faults.stop_at.is_some_and(|stop| number >= stop) {
             return Err(wrong(path, "the disk is off"));
         }
         if effect == Effect::Read {
-            return Ok(true);
+            return Ok(Outcome::Done);
         }
         faults.operations += 1;
         if faults.fail_at.take_if(|at| *at == number).is_some() {
@@ -213,9 +230,14 @@ impl MemoryDisk {
         if effect == Effect::Sync {
             let sync = faults.syncs;
             faults.syncs += 1;
-            return Ok(faults.skip_sync_at.take_if(|at| *at == sync).is_none());
+            if faults.skip_sync_at.take_if(|at| *at == sync).is_some() {
+                return Ok(Outcome::Skipped);
+            }
+            if faults.spoil_sync_at.take_if(|at| *at == sync).is_some() {
+                return Ok(Outcome::Spoilt);
+            }
         }
-        Ok(true)
+        Ok(Outcome::Done)
     }
 
     fn node(&self, path: &str) -> Result<Node, DiskError> {
@@ -388,7 +410,7 @@ impl Disk for MemoryDisk {
 
     fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
         let dir = self.dir(path)?;
-        if self.begin(path, Effect::Sync)? {
+        if self.begin(path, Effect::Sync)? != Outcome::Skipped {
             let mut dir = hold(&dir);
             dir.durable = dir.seen.clone();
         }
@@ -396,7 +418,7 @@ impl Disk for MemoryDisk {
     }
 
     fn sync_all(&self) -> Result<(), DiskError> {
-        if self.begin("", Effect::Sync)? {
+        if self.begin("", Effect::Sync)? != Outcome::Skipped {
             sync_tree(&self.shared.root);
         }
         Ok(())
@@ -481,8 +503,10 @@ impl DiskFile for MemoryFile {
     }
 
     fn sync(&self) -> Result<(), DiskError> {
-        if self.disk.begin(&self.path, Effect::Sync)? {
-            hold(&self.node.state).sync();
+        match self.disk.begin(&self.path, Effect::Sync)? {
+            Outcome::Done => hold(&self.node.state).sync(),
+            Outcome::Spoilt => hold(&self.node.state).sync_spoilt(),
+            Outcome::Skipped => {}
         }
         Ok(())
     }

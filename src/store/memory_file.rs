@@ -102,6 +102,15 @@ impl FileState {
         self.dirty.retain(|page| *page < self.seen.pages.len());
     }
 
+    /// As [`sync`](Self::sync), but the first byte of the first page written arrives with a flipped bit.
+    pub(super) fn sync_spoilt(&mut self) {
+        let first = self.dirty.first().copied();
+        self.sync();
+        if let Some(page) = first {
+            self.durable.flip(page as u64 * PAGE as u64 * 8);
+        }
+    }
+
     /// What was written becomes durable.
     pub(super) fn sync(&mut self) {
         self.durable.set_len(self.seen.len);

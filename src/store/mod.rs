@@ -94,7 +94,7 @@ pub enum StoreError {
     ReadBack {
         /// The file.
         key: FileKey,
-        /// The grain.
+        /// The grain; one behind the last for what follows the data.
         grain: u64,
     },
     /// The bytes given are not those that were announced.

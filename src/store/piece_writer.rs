@@ -2,7 +2,8 @@
 //!
 //! Syncs go behind the writer in extents, and each synced extent is read back at once, so that only the last one
 //! is left when the chain ends. The order is what proves: written, synced, read *past the page cache*,
-//! compared with the hash of what was written, and handed to the caller, who fingerprints it.
+//! compared with the hash of what was written, and handed to the caller, who fingerprints it. The last grain
+//! waits for the end: it can share a page with the hash table, and that page is written once more.
 
 use super::StoreError;
 use super::disk::AlignedBuffer;
@@ -44,7 +45,7 @@ pub struct PieceSpec {
 pub struct PieceWriter {
     temporary: Temporary,
     hashes: Vec<Option<Hash>>,
-    /// Grains written since the last sync, and their bytes.
+    /// Grains that are not proven yet, and the bytes written since the last sync.
     unsynced: Vec<u64>,
     unsynced_bytes: u64,
     extent_bytes: u64,
@@ -101,7 +102,8 @@ impl PieceWriter {
     /// nothing. Gives the number of grains proven so far. To be called between writes.
     pub fn advance(&mut self, readback: &mut dyn FnMut(u64, &[u8])) -> Result<u64, StoreError> {
         if self.unsynced_bytes >= self.extent_bytes {
-            self.prove(readback)?;
+            self.temporary.file().sync()?;
+            self.prove(Some(grains(self.temporary.len_bytes()).saturating_sub(1)), readback)?;
         }
         Ok(self.proven)
     }
@@ -109,33 +111,45 @@ impl PieceWriter {
     /// Proves what is left, hands it to `readback`, and makes the piece durable under its name. `readback` has
     /// then had every grain once, those of one extent in ascending order.
     pub fn finish(mut self, readback: &mut dyn FnMut(u64, &[u8])) -> Result<Stored, StoreError> {
-        self.prove(readback)?;
         let hashes: Option<Vec<Hash>> = self.hashes.iter().copied().collect();
-        let hashes = hashes.filter(|hashes| hashes.len() as u64 == self.proven);
-        let hashes = hashes.ok_or_else(|| self.misuse("not every grain was written and proven"))?;
-        let tree = GrainTree::from_hashes(self.temporary.len_bytes(), hashes)
-            .map_err(|_| self.misuse("not every grain was written"))?;
-        self.temporary.seal(&tree, true)
+        let tree = hashes
+            .and_then(|hashes| GrainTree::from_hashes(self.temporary.len_bytes(), hashes).ok())
+            .ok_or_else(|| self.misuse("not every grain was written"))?;
+        let tail = self.temporary.write_tail(&tree)?;
+        self.temporary.file().sync()?;
+        self.prove(None, readback)?;
+        if self.proven != grains(self.temporary.len_bytes()) {
+            return Err(self.misuse("a grain did not come back before: begin again"));
+        }
+        let mut found = AlignedBuffer::new(tail.bytes.len());
+        let file = self.temporary.file();
+        file.read_past_cache_at(found.bytes(), self.temporary.len_bytes())?;
+        if *found.bytes() != tail.bytes {
+            let (key, grain) = (self.temporary.key(), grains(self.temporary.len_bytes()));
+            return Err(StoreError::ReadBack { key, grain });
+        }
+        self.temporary.publish(&tail)
     }
 
-    /// Syncs, and reads back what was written since the last sync.
-    fn prove(&mut self, readback: &mut dyn FnMut(u64, &[u8])) -> Result<(), StoreError> {
-        if self.unsynced.is_empty() {
-            return Ok(());
-        }
-        self.temporary.file().sync()?;
+    /// Reads back what was written since the last sync, all but the grain `later`.
+    fn prove(
+        &mut self,
+        later: Option<u64>,
+        readback: &mut dyn FnMut(u64, &[u8]),
+    ) -> Result<(), StoreError> {
         let mut synced = std::mem::take(&mut self.unsynced);
         self.unsynced_bytes = 0;
+        synced.retain(|grain| {
+            let wait = Some(*grain) == later;
+            if wait {
+                self.unsynced.push(*grain);
+            }
+            !wait
+        });
         synced.sort_unstable();
-        let mut runs = synced.chunk_by(|a, b| a + 1 == *b);
         let most = (READ_BACK_BYTES / GRAIN_BYTES) as usize;
-        runs.by_ref()
-            .flat_map(|run| run.chunks(most))
-            .try_for_each(|run| self.read_back(run, readback))?;
-        // Keep the allocation.
-        synced.clear();
-        self.unsynced = synced;
-        Ok(())
+        let runs = synced.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(most));
+        runs.into_iter().try_for_each(|run| self.read_back(run, readback))
     }
 
     /// Reads neighbouring grains from the medium and compares them with what was written.

@@ -34,9 +34,7 @@ impl StoredFile {
         let path = file_path(key);
         let file = disk.open(&path)?;
         let file_bytes = file.len_bytes()?;
-        let (header, tree) =
-            read_tail(file.as_ref(), file_bytes, |file, buf, at| file.read_at(buf, at))
-                .map_err(|error| error.at(&path))?;
+        let (header, tree) = read_tail(file.as_ref(), file_bytes, &path)?;
         if header.cluster != cluster || header.key() != key {
             let found = format!("{} of cluster {}", header.key(), header.cluster);
             return Err(StoreError::Misplaced { path, found });
@@ -153,50 +151,24 @@ impl StoredFile {
     }
 }
 
-/// Why a tail could not be read.
-pub(super) enum TailError {
-    Disk(DiskError),
-    Format(FormatError),
-}
-
-impl TailError {
-    pub(super) fn at(self, path: &str) -> StoreError {
-        match self {
-            Self::Disk(error) => error.into(),
-            Self::Format(source) => StoreError::Format { path: path.to_owned(), source },
-        }
-    }
-}
-
-impl From<DiskError> for TailError {
-    fn from(error: DiskError) -> Self {
-        Self::Disk(error)
-    }
-}
-
-impl From<FormatError> for TailError {
-    fn from(error: FormatError) -> Self {
-        Self::Format(error)
-    }
-}
-
 /// Reads and parses what lies behind the data, from the trailer back.
-pub(super) fn read_tail(
+fn read_tail(
     file: &dyn DiskFile,
     file_bytes: u64,
-    read: Read,
-) -> Result<(FileHeader, GrainTree), TailError> {
+    path: &str,
+) -> Result<(FileHeader, GrainTree), StoreError> {
+    let fail = |source| StoreError::Format { path: path.to_owned(), source };
     let mut trailer = [0; TRAILER_BYTES as usize];
-    let Some(trailer_at) = file_bytes.checked_sub(TRAILER_BYTES) else {
-        return Err(TailError::Format(FormatError::Length {
+    let trailer_at = file_bytes.checked_sub(TRAILER_BYTES).ok_or_else(|| {
+        fail(FormatError::Length {
             what: "replica or piece file",
             expected_bytes: TRAILER_BYTES,
             found_bytes: file_bytes,
-        }));
-    };
-    read(file, &mut trailer, trailer_at)?;
-    let trailer = Trailer::parse(file_bytes, &trailer)?;
+        })
+    })?;
+    file.read_at(&mut trailer, trailer_at)?;
+    let trailer = Trailer::parse(file_bytes, &trailer).map_err(fail)?;
     let mut tail = vec![0; trailer.tail_bytes() as usize];
-    read(file, &mut tail, trailer.data_bytes())?;
-    Ok(parse_tail(file_bytes, &tail)?)
+    file.read_at(&mut tail, trailer.data_bytes())?;
+    parse_tail(file_bytes, &tail).map_err(fail)
 }

@@ -1,7 +1,7 @@
 //! A file that is being written: nameless to the world until it is whole, proven and durable.
 //!
-//! Order of [`Temporary::seal`], and why: the data and the tail are synced before the rename, so that the name
-//! never shows half a file; the folder is synced before the index, so that the index never names a file that
+//! The order, and why: data and tail are synced before the rename, so that the name never shows half a file;
+//! the folder is synced before the index, so that the index never names a file that
 //! a crash takes back; the index is written before the call returns.
 
 use super::StoreError;
@@ -9,8 +9,7 @@ use super::disk::DiskFile;
 use super::folder::Store;
 use super::index::FileInfo;
 use super::names::file_path;
-use super::stored_file::{StoredFile, read_tail};
-use crate::format::FormatError;
+use super::stored_file::StoredFile;
 use crate::format::file::{Content, FileHeader, FileKey, TRAILER_BYTES, tail_to_bytes};
 use crate::format::tree::{GrainTree, HASH_BYTES, Hash};
 use crate::id::StripeId;
@@ -46,6 +45,12 @@ impl Plan {
     pub(super) fn key(&self) -> FileKey {
         FileKey { stripe: self.stripe, name: self.content.name() }
     }
+}
+
+/// What follows the data.
+pub(super) struct Tail {
+    header: FileHeader,
+    pub(super) bytes: Vec<u8>,
 }
 
 /// The file in `tmp/`; dropping it removes it.
@@ -84,10 +89,8 @@ impl Temporary {
         self.file.as_ref()
     }
 
-    /// Writes the tail, makes everything durable and gives the file its name. With `read_back` the tail is
-    /// also read from the medium again.
-    pub(super) fn seal(mut self, tree: &GrainTree, read_back: bool) -> Result<Stored, StoreError> {
-        let key = self.key();
+    /// Writes what follows the data. It is the caller who syncs, and looks at it again if he wants to.
+    pub(super) fn write_tail(&self, tree: &GrainTree) -> Result<Tail, StoreError> {
         let header = FileHeader {
             cluster: self.store.cluster(),
             stripe: self.plan.stripe,
@@ -97,27 +100,24 @@ impl Temporary {
             written_by: self.store.node(),
             layout: self.plan.layout,
         };
-        let fail = |source| StoreError::Format { path: file_path(key), source };
-        let tail = tail_to_bytes(&header, tree).map_err(fail)?;
-        self.file.write_at(&tail, header.len_bytes)?;
-        self.file.sync()?;
-        let file_bytes = header.len_bytes + tail.len() as u64;
-        if read_back {
-            let found =
-                read_tail(self.file.as_ref(), file_bytes, |f, b, at| f.read_past_cache_at(b, at))
-                    .map_err(|error| error.at(&self.path))?;
-            if found.0 != header || found.1 != *tree {
-                return Err(fail(FormatError::Contradiction { part: "tail read back" }));
-            }
-        }
-        let was_there = self.publish(&header)?;
+        let bytes = tail_to_bytes(&header, tree)
+            .map_err(|source| StoreError::Format { path: file_path(self.key()), source })?;
+        self.file.write_at(&bytes, header.len_bytes)?;
+        Ok(Tail { header, bytes })
+    }
+
+    /// Gives the file, which is whole and synced, its name, and returns when that is durable and indexed.
+    pub(super) fn publish(mut self, tail: &Tail) -> Result<Stored, StoreError> {
+        let (key, header) = (self.key(), &tail.header);
+        let was_there = self.take_name(header)?;
         self.published = true;
-        self.store.index().update(key, Some(FileInfo::of(&header, file_bytes)))?;
+        let file_bytes = header.len_bytes + tail.bytes.len() as u64;
+        self.store.index().update(key, Some(FileInfo::of(header, file_bytes)))?;
         Ok(Stored { key, root: header.root, len_bytes: header.len_bytes, was_there })
     }
 
     /// Takes the name, unless other content has it. A file there that proves nothing is moved to quarantine.
-    fn publish(&self, header: &FileHeader) -> Result<bool, StoreError> {
+    fn take_name(&self, header: &FileHeader) -> Result<bool, StoreError> {
         let (store, key) = (&self.store, self.key());
         let take = || {
             let path = file_path(key);

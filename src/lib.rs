@@ -3,8 +3,9 @@
 //! The library is a house of floors (`docs/architecture.md`); a floor uses only the floors below it.
 
 pub mod budget;
-pub mod cli;
 pub mod catalogue;
+pub mod cli;
+pub mod client;
 pub mod clock;
 pub mod code;
 pub mod config;

@@ -11,6 +11,9 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::gf::{FingerprintKey, Kernel, Matrix, Mode, field};
 
+/// What each buffer starts later in its pages than the one before.
+const STAGGER_BYTES: usize = 4416;
+
 /// A buffer whose start differs from its neighbours' by more than a page, so that streams do not alias.
 fn buffers(count: usize, len: usize) -> Vec<Vec<u8>> {
     let entropy = SeededEntropy::new(len as u64);
@@ -18,7 +21,7 @@ fn buffers(count: usize, len: usize) -> Vec<Vec<u8>> {
     entropy.fill(&mut bytes);
     (0..count)
         .map(|i| {
-            let mut buffer = vec![0; i * 4416];
+            let mut buffer = vec![0; i * STAGGER_BYTES];
             buffer.extend_from_slice(&bytes);
             buffer
         })
@@ -44,8 +47,9 @@ fn apply(
     let (sources, mut targets) = (buffers(cols, len), buffers(rows, len));
     let inputs = views(&sources, len);
     for kernel in Kernel::available() {
+        let starts = (0..).step_by(STAGGER_BYTES);
         let mut outputs: Vec<&mut [u8]> =
-            targets.iter_mut().map(|target| target.split_at_mut(target.len() - len).1).collect();
+            targets.iter_mut().zip(starts).map(|(target, start)| &mut target[start..]).collect();
         group.bench_function(format!("{} {place}", kernel.name()), |b| {
             b.iter(|| kernel.apply(&matrix, &inputs, &mut outputs, Mode::Overwrite))
         });

@@ -193,8 +193,8 @@ mod tests {
         let w = slow_image(key, grain);
         let mut fingerprint = Fingerprint::ZERO;
         for j in 0..16 {
-            for m in 0..256 {
-                fingerprint.0[j] ^= field::mul(key.tail()[m + j], w[m]);
+            for (m, &byte) in w.iter().enumerate() {
+                fingerprint.0[j] ^= field::mul(key.tail()[m + j], byte);
             }
         }
         fingerprint

@@ -13,6 +13,7 @@ mod matrix;
 pub use fingerprint::{Fingerprint, FingerprintKey};
 pub use kernel::{Kernel, Mode};
 pub use matrix::Matrix;
+pub(crate) use matrix::add_scaled;
 
 use crate::kind::Kind;
 

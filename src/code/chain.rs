@@ -1,0 +1,211 @@
+//! A chain code: an order in which the chain visits the nodes of a stripe, and the coefficients of each hop.
+
+use super::algebra::chain_rows;
+use super::{CodeError, CodeId, Layout, search};
+use crate::gf::{Matrix, field};
+
+/// The kind byte of chain codes in the description behind a [`CodeId`].
+const KIND: u8 = 1;
+
+/// A RapidRAID code over GF(2^8). Hop i of the chain runs on position `order()[i]` of the stripe and stores piece i:
+///
+/// ```text
+/// c_i = x_{i-1} + sum xi_{i,j}  o_j     stored                (RapidRAID, equation (4))
+/// x_i = x_{i-1} + sum psi_{i,j} o_j     forwarded, x_0 = 0    (RapidRAID, equation (3))
+/// ```
+///
+/// where j runs over the blocks of its node in ascending order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChainCode {
+    layout: Layout,
+    order: Vec<usize>,
+    psi: Vec<Vec<u8>>,
+    xi: Vec<Vec<u8>>,
+    generator: Matrix,
+    prefixes: Matrix,
+    id: CodeId,
+}
+
+impl ChainCode {
+    /// The code that visits the positions in this order with these coefficients, one per block of each hop
+    /// in ascending order of blocks. The tail forwards nothing: its psi must be zero.
+    pub fn new(
+        layout: Layout,
+        order: Vec<usize>,
+        psi: Vec<Vec<u8>>,
+        xi: Vec<Vec<u8>>,
+    ) -> Result<Self, CodeError> {
+        check_order(layout, &order)?;
+        check_coefficients("psi", layout, &order, &psi)?;
+        check_coefficients("xi", layout, &order, &xi)?;
+        if let Some(tail) = psi.last().filter(|tail| tail.iter().any(|&psi| psi != 0)) {
+            let (hop, expected) = (order.len() - 1, tail.len());
+            return Err(CodeError::Coefficients {
+                what: "psi",
+                hop,
+                expected,
+                given: tail.clone(),
+            });
+        }
+        let rows = chain_rows(layout, &order, &psi, &xi, 1);
+        let generator = Matrix::from_rows(&rows.pieces)?;
+        let prefixes = Matrix::from_rows(&rows.prefixes)?;
+        let id = CodeId::of(&description(layout, &order, &psi, &xi));
+        Ok(Self { layout, order, psi, xi, generator, prefixes, id })
+    }
+
+    /// The code as published: the chain visits positions 0, 1, 2 and so on. Its coefficients leave no
+    /// dependent subset but those that every choice leaves, if the search finds such.
+    pub fn paper(n: usize, k: usize) -> Result<Self, CodeError> {
+        let layout = Layout::new(n, k)?;
+        search::coefficients(layout, &(0..n).collect::<Vec<_>>(), 0, search::DEFAULT_STEPS)
+    }
+
+    /// Its id.
+    pub fn id(&self) -> CodeId {
+        self.id
+    }
+
+    /// How many pieces it makes.
+    pub fn n(&self) -> usize {
+        self.layout.n()
+    }
+
+    /// How many source blocks it takes.
+    pub fn k(&self) -> usize {
+        self.layout.k()
+    }
+
+    /// Where the replicas lie that it starts from.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The position that each hop runs on.
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+
+    /// Per hop and block of its node: what the block counts for in the stream that is forwarded.
+    pub fn psi(&self) -> &[Vec<u8>] {
+        &self.psi
+    }
+
+    /// Per hop and block of its node: what the block counts for in the piece that is stored.
+    pub fn xi(&self) -> &[Vec<u8>] {
+        &self.xi
+    }
+
+    /// The blocks that hop `hop` reads, in ascending order; none when there is no such hop.
+    pub fn blocks_of_hop(&self, hop: usize) -> impl Iterator<Item = usize> + Clone {
+        let position = self.order.get(hop).copied();
+        position.into_iter().flat_map(move |position| self.layout.blocks_at(position))
+    }
+
+    /// Row i is piece i over the source blocks.
+    pub fn generator(&self) -> &Matrix {
+        &self.generator
+    }
+
+    /// Row i is the stream that hop i forwards, over the source blocks; the tail's row, which nobody
+    /// receives, repeats the one before.
+    pub fn prefix_rows(&self) -> &Matrix {
+        &self.prefixes
+    }
+}
+
+/// Refuses an order that is not each position once.
+pub(super) fn check_order(layout: Layout, order: &[usize]) -> Result<(), CodeError> {
+    let n = layout.n();
+    let is_each_once = order.len() == n && (0..n).all(|position| order.contains(&position));
+    if is_each_once {
+        return Ok(());
+    }
+    Err(CodeError::Order { n, order: order.iter().take(64).copied().collect() })
+}
+
+fn check_coefficients(
+    what: &'static str,
+    layout: Layout,
+    order: &[usize],
+    coefs: &[Vec<u8>],
+) -> Result<(), CodeError> {
+    for hop in 0..order.len().max(coefs.len()) {
+        let expected = order.get(hop).map_or(0, |&position| layout.blocks_at(position).count());
+        let given = coefs.get(hop).map(Vec::as_slice).unwrap_or_default();
+        if given.len() != expected || hop >= order.len() {
+            let given = given.iter().take(8).copied().collect();
+            return Err(CodeError::Coefficients { what, hop, expected, given });
+        }
+    }
+    Ok(())
+}
+
+/// The bytes that a code id stands for: kind, n, k, bits of the field, its polynomial (big-endian), then the
+/// order, all psi and all xi, hop by hop.
+fn description(layout: Layout, order: &[usize], psi: &[Vec<u8>], xi: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = vec![KIND, layout.n() as u8, layout.k() as u8, 8];
+    bytes.extend(field::POLYNOMIAL.to_be_bytes());
+    bytes.extend(order.iter().map(|&position| position as u8));
+    bytes.extend(psi.iter().chain(xi).flatten());
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// (4,2) of the paper's section IV.A has four hops with one block each: c_1 = xi_1 o_1, x_1 = psi_1 o_1, ...
+    fn small() -> ChainCode {
+        let layout = Layout::new(4, 2).unwrap();
+        let psi = vec![vec![2], vec![3], vec![4], vec![0]];
+        let xi = vec![vec![5], vec![6], vec![7], vec![8]];
+        ChainCode::new(layout, vec![0, 1, 2, 3], psi, xi).unwrap()
+    }
+
+    #[test]
+    fn the_generator_follows_the_recurrence() {
+        let expected = Matrix::from_rows(&[[5, 0], [2, 6], [2 ^ 7, 3], [2 ^ 4, 3 ^ 8]]).unwrap();
+        assert_eq!(small().generator(), &expected);
+        let expected = Matrix::from_rows(&[[2, 0], [2, 3], [2 ^ 4, 3], [2 ^ 4, 3]]).unwrap();
+        assert_eq!(small().prefix_rows(), &expected);
+    }
+
+    #[test]
+    fn the_id_certifies_every_coefficient() {
+        let code = small();
+        let with = |order: [usize; 4], psi: Vec<Vec<u8>>, xi: Vec<Vec<u8>>| {
+            ChainCode::new(code.layout, order.to_vec(), psi, xi).unwrap().id()
+        };
+        let mut ids = vec![code.id()];
+        for hop in 0..4 {
+            let mut changed = code.xi.clone();
+            changed[hop][0] += 1;
+            ids.push(with([0, 1, 2, 3], code.psi.clone(), changed));
+            let mut changed = code.psi.clone();
+            changed[hop][0] += 1;
+            if hop < 3 {
+                ids.push(with([0, 1, 2, 3], changed, code.xi.clone()));
+            }
+        }
+        ids.push(with([1, 0, 2, 3], code.psi.clone(), code.xi.clone()));
+        ids.sort();
+        ids.dedup();
+        assert_eq!(ids.len(), 9);
+    }
+
+    #[test]
+    fn what_is_no_chain_is_refused() {
+        let (layout, code) = (Layout::new(4, 2).unwrap(), small());
+        for order in [vec![], vec![0, 1, 2], vec![0, 1, 2, 2], vec![0, 1, 2, 4], vec![0; 900]] {
+            assert!(ChainCode::new(layout, order, code.psi.clone(), code.xi.clone()).is_err());
+        }
+        let order = || vec![0, 1, 2, 3];
+        for bad in [vec![], vec![vec![1]; 3], vec![vec![1]; 5], vec![vec![1, 1]; 4]] {
+            assert!(ChainCode::new(layout, order(), bad.clone(), code.xi.clone()).is_err());
+            assert!(ChainCode::new(layout, order(), code.psi.clone(), bad).is_err());
+        }
+        let forwards_at_the_tail = vec![vec![1]; 4];
+        assert!(ChainCode::new(layout, order(), forwards_at_the_tail, code.xi.clone()).is_err());
+    }
+}

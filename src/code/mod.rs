@@ -1,0 +1,319 @@
+//! The codes: which combinations of a stripe's source blocks its pieces are, and how blocks come back.
+//!
+//! A [`ChainCode`] is what a chain of nodes makes while the stripe passes along it (RapidRAID, arXiv
+//! 1207.6744, with our chain order: `docs/paper.md`); an [`rs::RsCode`] is the classical systematic
+//! Reed-Solomon code. Both are a generator matrix with a row per piece, and a [`CodeId`] that
+//! certifies its coefficients. [`table`] holds the chain codes that we ship, [`search`] finds more, [`subsets`]
+//! counts what a code cannot recover, and [`reconstruct`] plans how blocks come back.
+//!
+//! Blocks, pieces, positions and hops count from 0; people see them from 1 (in [`show`] only).
+//! Everything here is arithmetic: where pieces live and how bytes travel is left to the floors above.
+
+mod algebra;
+mod chain;
+mod layout;
+pub mod program;
+pub mod reconstruct;
+pub mod rs;
+pub mod search;
+pub mod show;
+mod span;
+pub mod subsets;
+pub mod table;
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+pub use chain::ChainCode;
+pub use layout::Layout;
+pub use program::Program;
+pub use reconstruct::reconstruct;
+pub use rs::RsCode;
+
+use crate::gf::{GfError, Matrix};
+use crate::kind::Kind;
+
+/// The most pieces of a code: it bounds every record, and the unknowns of a chain fit in 64 bits.
+pub const MAX_PIECES: usize = 32;
+
+/// Names a code by its content: kind, parameters, field, order and coefficients.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct CodeId(pub u64);
+
+impl CodeId {
+    /// The id of a code with this canonical description: the first 8 bytes of BLAKE3's key derivation
+    /// (context `rapidraid code id v1`), big-endian.
+    fn of(description: &[u8]) -> Self {
+        let [a, b, c, d, e, f, g, h, ..] = blake3::derive_key("rapidraid code id v1", description);
+        Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
+    }
+}
+
+impl fmt::Display for CodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl fmt::Debug for CodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CodeId({self})")
+    }
+}
+
+impl FromStr for CodeId {
+    type Err = CodeError;
+    fn from_str(text: &str) -> Result<Self, CodeError> {
+        let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        let value = u64::from_str_radix(text, 16).ok();
+        match value.filter(|_| text.len() == 16 && text.bytes().all(is_digit)) {
+            Some(id) => Ok(Self(id)),
+            None => Err(CodeError::Id { text: text.chars().take(64).collect() }),
+        }
+    }
+}
+
+/// A code of either kind.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Code {
+    /// What a chain of nodes makes in place.
+    Chain(ChainCode),
+    /// Systematic Reed-Solomon.
+    Rs(RsCode),
+}
+
+impl Code {
+    /// Its id.
+    pub fn id(&self) -> CodeId {
+        match self {
+            Code::Chain(code) => code.id(),
+            Code::Rs(code) => code.id(),
+        }
+    }
+
+    /// How many pieces it makes.
+    pub fn n(&self) -> usize {
+        self.generator().rows()
+    }
+
+    /// How many source blocks it takes.
+    pub fn k(&self) -> usize {
+        self.generator().cols()
+    }
+
+    /// The piece in row i is the combination of source blocks with these coefficients.
+    pub fn generator(&self) -> &Matrix {
+        match self {
+            Code::Chain(code) => code.generator(),
+            Code::Rs(code) => code.generator(),
+        }
+    }
+
+    /// The position of the stripe's placement where `piece` is stored.
+    pub fn position_of_piece(&self, piece: usize) -> Option<usize> {
+        match self {
+            Code::Chain(code) => code.order().get(piece).copied(),
+            Code::Rs(code) => (piece < code.n()).then_some(piece),
+        }
+    }
+
+    /// The piece that is stored at `position`.
+    pub fn piece_at_position(&self, position: usize) -> Option<usize> {
+        (0..self.n()).find(|&piece| self.position_of_piece(piece) == Some(position))
+    }
+
+    /// Its kind: `chain` or `rs`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Code::Chain(_) => "chain",
+            Code::Rs(_) => "rs",
+        }
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}({},{})", self.name(), self.n(), self.k())
+    }
+}
+
+/// Why a code cannot be made, or cannot do what was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CodeError {
+    /// No code of this kind has these parameters.
+    #[error("there is no {what} with n = {n} and k = {k}: it needs {rule}")]
+    Parameters {
+        /// What was to be made.
+        what: &'static str,
+        /// Pieces.
+        n: usize,
+        /// Source blocks.
+        k: usize,
+        /// The rule that is broken.
+        rule: &'static str,
+    },
+    /// The order of a chain is not each position once.
+    #[error("a chain over {n} nodes visits each position below {n} once, which {order:?} does not")]
+    Order {
+        /// Positions there are.
+        n: usize,
+        /// What was given, cut after 64 entries.
+        order: Vec<usize>,
+    },
+    /// Coefficients that do not fit the blocks of their hop.
+    #[error(
+        "{what} of hop {hop} must be {expected} coefficients, and zero psi at the tail: got {given:?}"
+    )]
+    Coefficients {
+        /// `psi` or `xi`.
+        what: &'static str,
+        /// Which hop, from 0.
+        hop: usize,
+        /// Blocks on its node.
+        expected: usize,
+        /// What was given, cut after 8 entries.
+        given: Vec<u8>,
+    },
+    /// A piece or block that the code does not have, or one named twice.
+    #[error("{what} {index} does not exist or is named twice: name each below {count} once")]
+    Index {
+        /// `piece` or `block`.
+        what: &'static str,
+        /// The offending number.
+        index: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// The pieces at hand do not determine the blocks that are wanted.
+    #[error(
+        "{pieces} pieces of rank {rank} do not determine blocks {missing:?} of {k}: find {} more pieces, or others",
+        k.saturating_sub(*rank)
+    )]
+    Lost {
+        /// How many pieces were at hand.
+        pieces: usize,
+        /// How many of them are independent.
+        rank: usize,
+        /// Source blocks of the code.
+        k: usize,
+        /// The wanted blocks that are not determined, from 0.
+        missing: Vec<usize>,
+    },
+    /// Counting would take too long.
+    #[error(
+        "({n},{k}) has {subsets} subsets of k pieces, more than the {max} that are counted: choose smaller parameters"
+    )]
+    TooManySubsets {
+        /// Pieces.
+        n: usize,
+        /// Source blocks.
+        k: usize,
+        /// Subsets of k pieces.
+        subsets: u64,
+        /// The limit.
+        max: u64,
+    },
+    /// A search ended without a code.
+    #[error("no {what} found for ({n},{k}) in {tries} tries: try another seed or more tries")]
+    NotFound {
+        /// What was searched.
+        what: &'static str,
+        /// Pieces.
+        n: usize,
+        /// Source blocks.
+        k: usize,
+        /// How many were tried.
+        tries: usize,
+    },
+    /// The text of a code report cannot be read.
+    #[error("this is no code report of schema 1: {reason}")]
+    Report {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A code report claims what recounting does not confirm.
+    #[error(
+        "the report claims {field} {claimed}, but it is {actual}: do not use this code under that claim"
+    )]
+    Claim {
+        /// Which claim.
+        field: String,
+        /// What the report says.
+        claimed: String,
+        /// What was found.
+        actual: String,
+    },
+    /// A text is no code id.
+    #[error("{text:?} is not a code id: expected 16 lower-case hexadecimal digits")]
+    Id {
+        /// The text, cut to 64 characters.
+        text: String,
+    },
+    /// A matrix or buffers do not fit.
+    #[error(transparent)]
+    Gf(#[from] GfError),
+    /// A check of our own failed.
+    #[error("{what} did not pass its own check: this is a defect, please report it")]
+    Defect {
+        /// What was checked.
+        what: &'static str,
+    },
+}
+
+impl CodeError {
+    /// What kind of failure it is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            CodeError::Lost { .. } => Kind::Lost,
+            CodeError::NotFound { .. } => Kind::NotFound,
+            CodeError::Claim { .. } => Kind::Corrupt,
+            CodeError::Defect { .. } => Kind::Internal,
+            CodeError::Gf(error) => error.kind(),
+            _ => Kind::Invalid,
+        }
+    }
+}
+
+/// Refuses a number that is out of range or comes twice.
+fn check_indices(what: &'static str, indices: &[usize], count: usize) -> Result<(), CodeError> {
+    let mut seen = vec![false; count];
+    for &index in indices {
+        match seen.get_mut(index) {
+            Some(seen) if !*seen => *seen = true,
+            _ => return Err(CodeError::Index { what, index, count }),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_parse_only_what_they_print() {
+        let id = CodeId(0x0123_4567_89ab_cdef);
+        assert_eq!(id.to_string(), "0123456789abcdef");
+        assert_eq!(id.to_string().parse(), Ok(id));
+        for bad in ["", "0123456789ABCDEF", "+123456789abcdef", "0123456789abcdef0", "ü"] {
+            assert!(bad.parse::<CodeId>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn pieces_and_positions_are_one_to_one() {
+        for code in [
+            Code::Chain(table::find(16, 11).unwrap().clone()),
+            Code::Rs(RsCode::new(16, 11).unwrap()),
+        ] {
+            for piece in 0..16 {
+                let position = code.position_of_piece(piece).unwrap();
+                assert_eq!(code.piece_at_position(position), Some(piece));
+            }
+            assert_eq!((code.position_of_piece(16), code.piece_at_position(16)), (None, None));
+        }
+    }
+}

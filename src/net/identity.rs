@@ -328,7 +328,10 @@ mod tests {
             peer_of(cluster, cert.der())
         };
         let good = format!("rapidraid://{cluster}/client/c");
-        assert_eq!(parse(&[good.clone()]), Ok(Peer { role: Role::Client, name: name("c") }));
+        assert_eq!(
+            parse(std::slice::from_ref(&good)),
+            Ok(Peer { role: Role::Client, name: name("c") })
+        );
         for bad in [
             vec![],
             vec![good.clone(), format!("rapidraid://{cluster}/node/n")],

@@ -12,11 +12,8 @@
 //! Left to others: deadlines (only connecting and handshakes have their own; wrap the rest in
 //! [`crate::clock::deadline`]), retries, and what the bytes mean.
 
-<<<<<<< HEAD
 pub mod call;
-=======
 mod authority;
->>>>>>> net
 mod error;
 pub mod frame;
 pub mod identity;

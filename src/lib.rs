@@ -3,7 +3,9 @@
 //! The library is a house of floors (`docs/architecture.md`); a floor uses only the floors below it.
 
 pub mod budget;
+pub mod catalogue;
 pub mod cli;
+pub mod client;
 pub mod clock;
 pub mod code;
 pub mod config;
@@ -13,4 +15,12 @@ pub mod gf;
 pub mod id;
 pub mod kind;
 pub mod net;
+pub mod node;
+pub mod pipeline;
+pub mod placement;
+pub mod plan;
+pub mod planner;
+pub mod store;
+pub mod topology;
 pub mod units;
+pub mod wire;

@@ -18,7 +18,7 @@ use crate::entropy::Entropy;
 use crate::format::records::{Node, Record};
 use crate::id::{Epoch, LeaseId, NodeId};
 use crate::kind::Kind;
-use crate::store::kv::Kv;
+use crate::store::kv::{Batch, Kv};
 use crate::wire::calls::{NodeView, RegisterAnswer};
 
 /// The most leases at once: saves and archivings under way.
@@ -67,7 +67,7 @@ impl LocalCatalogue {
         let epoch = match number(kv.get(EPOCH).map_err(store_error)?) {
             Some(epoch) => epoch,
             None => {
-                kv.batch(&[(EPOCH, &1u64.to_be_bytes())], &[]).map_err(store_error)?;
+                kv.apply(Batch::new().put(EPOCH, 1u64.to_be_bytes())).map_err(store_error)?;
                 1
             }
         };
@@ -130,14 +130,13 @@ impl Catalogue for LocalCatalogue {
         let next = *revision + 1;
         let full_key = format!("{DATA}{key}");
         let counter = next.to_be_bytes();
+        let mut batch = Batch::new();
+        batch.put(REVISION, counter);
         match value {
-            Some(value) => {
-                let stored = [&counter[..], &value].concat();
-                self.kv.batch(&[(REVISION, &counter), (full_key.as_bytes(), &stored)], &[])
-            }
-            None => self.kv.batch(&[(REVISION, &counter)], &[full_key.as_bytes()]),
-        }
-        .map_err(store_error)?;
+            Some(value) => batch.put(full_key, [&counter[..], &value].concat()),
+            None => batch.delete(full_key),
+        };
+        self.kv.apply(&batch).map_err(store_error)?;
         *revision = next;
         Ok(SetOutcome::Set(next))
     }

@@ -18,9 +18,9 @@ use crate::kind::Kind;
 use crate::wire::calls::{NodeView, RegisterAnswer};
 
 /// The longest value; a [`ShardState`](crate::format::records::ShardState) or root at its limit fits.
-pub const MAX_VALUE_BYTES: usize = 8 << 10;
+pub const MAX_VALUE_BYTES: usize = 5 << 10;
 /// The longest key.
-pub const MAX_KEY_BYTES: usize = 256;
+pub const MAX_KEY_BYTES: usize = 240;
 /// The longest page of a list.
 pub const MAX_PAGE: u32 = 256;
 

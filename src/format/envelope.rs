@@ -61,6 +61,8 @@ pub enum RecordKind {
     Node = 11,
     /// The highest catalogue epoch that a node has seen.
     Epoch = 12,
+    /// A shard's root and the hashes of its stripe records, on nodes.
+    Leaves = 13,
 }
 
 impl fmt::Display for RecordKind {
@@ -78,6 +80,7 @@ impl fmt::Display for RecordKind {
             Self::FileHeader => "file header",
             Self::Node => "node",
             Self::Epoch => "epoch",
+            Self::Leaves => "leaves",
         })
     }
 }

@@ -7,6 +7,8 @@
 
 pub mod envelope;
 pub mod file;
+pub mod geometry;
+pub mod records;
 pub mod tree;
 
 use crate::kind::Kind;

@@ -4,7 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::envelope::{self, FormatError, RecordKind};
+use super::FormatError;
+use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError, StripeCut};
 use crate::code::CodeId;
 use crate::gf::Fingerprint;
@@ -36,7 +37,7 @@ pub trait Record: Serialize + for<'de> Deserialize<'de> {
 
     /// Opens sealed bytes.
     fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
-        envelope::open_record(Self::KIND, &[Self::VERSION], bytes)
+        envelope::open_record(Self::KIND, Self::VERSION..=Self::VERSION, bytes)
     }
 }
 
@@ -390,7 +391,10 @@ pub struct StripeRecordError {
 impl StripeRecord {
     /// Packs the fixed part.
     pub fn new(fixed: &StripeFixed, places: Vec<NodeId>) -> Result<Self, FormatError> {
-        Ok(Self { fixed: envelope::encode_body(fixed)?, places })
+        let kind = RecordKind::StripeRecord;
+        let fixed = postcard::to_stdvec(fixed)
+            .map_err(|error| FormatError::Encode { kind, why: error.to_string() })?;
+        Ok(Self { fixed, places })
     }
 
     /// The leaf of this record.
@@ -405,7 +409,7 @@ impl StripeRecord {
         if leaves.hashes.get(index as usize) != Some(&self.leaf()) {
             return Err(wrong("does not match the hash that the commit fixed"));
         }
-        let fixed: StripeFixed = envelope::decode_body(&self.fixed).map_err(|_| wrong("does not parse"))?;
+        let fixed: StripeFixed = envelope::parse_body(RecordKind::StripeRecord, &self.fixed).map_err(|_| wrong("does not parse"))?;
         let cut = root.geometry().ok().and_then(|geometry| geometry.stripe(index));
         if fixed.stripe != stripe || Some(fixed.cut) != cut || fixed.blocks.len() != usize::from(root.k) {
             return Err(wrong("describes another stripe"));

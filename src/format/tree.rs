@@ -13,7 +13,7 @@ use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES, grains};
 /// A BLAKE3 hash, or the chaining value of a subtree.
 pub type Hash = [u8; 32];
 
-/// The length of one [`Hash`].
+/// The length of one hash.
 pub const HASH_BYTES: u64 = 32;
 
 /// How many bytes grain `index` of content of `len_bytes` has; 0 past the end.

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::frame::{FramedRecv, write_frame};
 use super::pool::Pool;
-use super::{Address, Connection, NetError, SendStream};
+use super::{ABANDONED, Address, Connection, NetError, SendStream};
 use crate::clock::{Clock, Elapsed, deadline};
 use crate::kind::Kind;
 use crate::wire::{
@@ -117,7 +117,11 @@ impl Exchange {
         let frame = self.recv.read_frame(MAX_FRAME_BYTES).await.map_err(|source| self.net(source))?;
         let Some(frame) = frame else {
             let to = self.to.clone();
-            return Err(self.net(NetError::Closed { peer: to, reason: "it ended without an answer".into() }));
+            return Err(self.net(NetError::Closed {
+                peer: to,
+                code: Some(ABANDONED),
+                reason: "it ended without an answer".into(),
+            }));
         };
         match parse_answer(&frame) {
             Ok(answer) => Ok(answer?),
@@ -175,6 +179,21 @@ impl Caller {
             exchange.finish().await?;
             exchange.answer().await
         };
+        deadline(&*self.clock, limit, work).await.unwrap_or_else(|source| {
+            Err(CallError::Late { call: C::NAME, to: to.to_string(), source })
+        })
+    }
+
+    /// As [`Caller::call_within`], but keeps our side open until the answer: when this is dropped, the callee sees
+    /// a reset and ends the work.
+    pub async fn call_held<C: Call>(
+        &self,
+        to: &NodeAddress,
+        call: &C,
+        limit: Duration,
+    ) -> Result<C::Answer, CallError> {
+        let to = address(to);
+        let work = async { self.open(&to, call).await?.answer().await };
         deadline(&*self.clock, limit, work).await.unwrap_or_else(|source| {
             Err(CallError::Late { call: C::NAME, to: to.to_string(), source })
         })

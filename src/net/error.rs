@@ -42,7 +42,9 @@ pub enum NetError {
     #[error(transparent)]
     Identity(#[from] IdentityError),
     /// The address means nothing to the resolver.
-    #[error("{host_port:?} leads to no address: {reason}; expected HOST:PORT, and a host that the resolver knows")]
+    #[error(
+        "{host_port:?} leads to no address: {reason}; expected HOST:PORT, and a host that the resolver knows"
+    )]
     Resolve {
         /// The text.
         host_port: String,

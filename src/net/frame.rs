@@ -25,10 +25,8 @@ pub async fn write_frame(
     limit_bytes: usize,
     body: Bytes,
 ) -> Result<(), NetError> {
-    let too_long = || NetError::FrameTooLong {
-        len_bytes: body.len() as u64,
-        limit_bytes: limit_bytes as u64,
-    };
+    let too_long =
+        || NetError::FrameTooLong { len_bytes: body.len() as u64, limit_bytes: limit_bytes as u64 };
     if body.len() > limit_bytes {
         return Err(too_long());
     }

@@ -1,21 +1,16 @@
-//! Who a process is: the cluster's authority, the certificates that it issues, and the identity that a
-//! process proves with one.
+//! Who a process is, and who a certificate says somebody is. The certificates come from an [`Authority`].
 //!
 //! A certificate names its holder in one URI, `rapidraid://CLUSTER/node/NAME` or `.../client/NAME`; the
-//! authority's own is `rapidraid://CLUSTER/ca`. Certificates are valid from 2020 to 2120: machines whose
-//! clocks are wrong still form a cluster, and a leaked key is answered by a new authority, not by waiting
-//! (`docs/security.md`). Private keys appear in no `Debug`, error or log. Reading and writing the files is
-//! the caller's part; [`check_secret_file_mode`] tells whether a key file is private.
+//! authority's own is `rapidraid://CLUSTER/ca`. Private keys appear in no `Debug`, error or log. Reading
+//! the files is the caller's part; [`check_secret_file_mode`] tells whether a key file is private.
+
+pub use super::authority::{Authority, IssuedPem};
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, PublicKeyData, SanType,
-};
 use rustls::client::danger::ServerCertVerifier;
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::pem::PemObject;
@@ -27,9 +22,6 @@ use x509_parser::prelude::FromDer;
 use super::{Peer, Role, tls};
 use crate::id::{ClusterId, PeerName};
 use crate::kind::Kind;
-
-/// The first and the last year of every certificate (both from 1 January).
-const VALID_YEARS: (i32, i32) = (2020, 2120);
 
 /// Why a certificate, a key or a key file cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -52,7 +44,9 @@ pub enum IdentityError {
         found: String,
     },
     /// The certificate is of another cluster.
-    #[error("the certificate is of cluster {found}, not {expected}: use the folder of the right cluster")]
+    #[error(
+        "the certificate is of cluster {found}, not {expected}: use the folder of the right cluster"
+    )]
     OtherCluster {
         /// The cluster of this process or authority.
         expected: ClusterId,
@@ -108,116 +102,6 @@ pub fn check_secret_file_mode(mode: u32, path: &Path) -> Result<(), IdentityErro
     } else {
         Err(IdentityError::SecretExposed { path: path.to_owned() })
     }
-}
-
-/// A certificate and its private key, as PEM text.
-#[derive(Clone)]
-pub struct IssuedPem {
-    /// The certificate. Public.
-    pub cert_pem: String,
-    /// The private key. Keep it in a file of mode 0600.
-    pub key_pem: String,
-}
-
-impl fmt::Debug for IssuedPem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IssuedPem").field("cert_pem", &self.cert_pem).finish_non_exhaustive()
-    }
-}
-
-/// The authority of a cluster: whoever has it decides who is in.
-pub struct Authority {
-    cluster: ClusterId,
-    cert_pem: String,
-    issuer: Issuer<'static, KeyPair>,
-}
-
-impl fmt::Debug for Authority {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Authority").field("cluster", &self.cluster).finish_non_exhaustive()
-    }
-}
-
-impl Authority {
-    /// Draws a new authority for `cluster`.
-    pub fn create(cluster: ClusterId) -> Result<Self, IdentityError> {
-        let key = KeyPair::generate().map_err(issue_error("authority's key"))?;
-        let params = authority_params(cluster)?;
-        let cert = params.self_signed(&key).map_err(issue_error("authority's certificate"))?;
-        Ok(Self { cluster, cert_pem: cert.pem(), issuer: Issuer::new(params, key) })
-    }
-
-    /// The authority that [`Authority::to_pem`] wrote.
-    pub fn from_pem(cert_pem: &str, key_pem: &str) -> Result<Self, IdentityError> {
-        let der = one_certificate("authority's certificate", cert_pem)?;
-        let cert = parse_certificate("authority's certificate", &der)?;
-        let cluster = authority_cluster(&cert)?;
-        let key = KeyPair::from_pem(key_pem).map_err(|error| IdentityError::Malformed {
-            what: "authority's key",
-            reason: error.to_string(),
-        })?;
-        if key.subject_public_key_info() != cert.tbs_certificate.subject_pki.raw {
-            return Err(IdentityError::KeyMismatch);
-        }
-        let issuer = Issuer::new(authority_params(cluster)?, key);
-        Ok(Self { cluster, cert_pem: cert_pem.to_owned(), issuer })
-    }
-
-    /// Certificate and key, to be kept by the operator.
-    pub fn to_pem(&self) -> IssuedPem {
-        IssuedPem { cert_pem: self.cert_pem.clone(), key_pem: self.issuer.key().serialize_pem() }
-    }
-
-    /// The certificate alone: every member of the cluster has it.
-    pub fn cert_pem(&self) -> &str {
-        &self.cert_pem
-    }
-
-    /// The cluster.
-    pub fn cluster(&self) -> ClusterId {
-        self.cluster
-    }
-
-    /// Draws a key for `name` and certifies it. A node's certificate serves and asks, a client's only asks.
-    pub fn issue(&self, role: Role, name: &PeerName) -> Result<IssuedPem, IdentityError> {
-        let key = KeyPair::generate().map_err(issue_error("key"))?;
-        let uri = format!("rapidraid://{}/{role}/{name}", self.cluster);
-        let mut params = base_params(name.as_str(), &uri)?;
-        params.use_authority_key_identifier_extension = true;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        if role == Role::Node {
-            params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
-            let name = tls::SERVER_NAME.try_into().map_err(issue_error("certificate"))?;
-            params.subject_alt_names.push(SanType::DnsName(name));
-        }
-        let cert = params.signed_by(&key, &self.issuer).map_err(issue_error("certificate"))?;
-        Ok(IssuedPem { cert_pem: cert.pem(), key_pem: key.serialize_pem() })
-    }
-}
-
-fn issue_error(what: &'static str) -> impl FnOnce(rcgen::Error) -> IdentityError {
-    move |error| IdentityError::Issue { what, reason: error.to_string() }
-}
-
-fn base_params(common_name: &str, uri: &str) -> Result<CertificateParams, IdentityError> {
-    let mut params = CertificateParams::default();
-    params.not_before = rcgen::date_time_ymd(VALID_YEARS.0, 1, 1);
-    params.not_after = rcgen::date_time_ymd(VALID_YEARS.1, 1, 1);
-    params.distinguished_name = rcgen::DistinguishedName::new();
-    params.distinguished_name.push(DnType::CommonName, common_name);
-    let uri = uri.try_into().map_err(issue_error("certificate's name"))?;
-    params.subject_alt_names = vec![SanType::URI(uri)];
-    Ok(params)
-}
-
-/// A function of the cluster alone, so that an authority read back issues under the same name.
-fn authority_params(cluster: ClusterId) -> Result<CertificateParams, IdentityError> {
-    let mut params =
-        base_params(&format!("rapidraid {cluster}"), &format!("rapidraid://{cluster}/ca"))?;
-    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-    Ok(params)
 }
 
 /// What a process needs to prove who it is, checked to fit together.
@@ -339,7 +223,8 @@ fn member_of(expected: ClusterId, cert: &X509Certificate<'_>) -> Result<Peer, Id
     Ok(Peer { role, name })
 }
 
-fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId, IdentityError> {
+/// The cluster that an authority's certificate is for.
+pub(super) fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId, IdentityError> {
     let uri = the_uri(cert)?;
     uri.strip_prefix("rapidraid://")
         .and_then(|rest| rest.strip_suffix("/ca"))
@@ -364,7 +249,11 @@ fn the_uri<'a>(cert: &'a X509Certificate<'_>) -> Result<&'a str, IdentityError> 
     }
 }
 
-fn one_certificate(what: &'static str, pem: &str) -> Result<CertificateDer<'static>, IdentityError> {
+/// The only certificate of a PEM text.
+pub(super) fn one_certificate(
+    what: &'static str,
+    pem: &str,
+) -> Result<CertificateDer<'static>, IdentityError> {
     let wrong = |reason: String| IdentityError::Malformed { what, reason };
     let mut found = CertificateDer::pem_slice_iter(pem.as_bytes());
     match (found.next(), found.next()) {
@@ -375,7 +264,7 @@ fn one_certificate(what: &'static str, pem: &str) -> Result<CertificateDer<'stat
     }
 }
 
-fn parse_certificate<'a>(
+pub(super) fn parse_certificate<'a>(
     what: &'static str,
     der: &'a [u8],
 ) -> Result<X509Certificate<'a>, IdentityError> {
@@ -397,21 +286,6 @@ mod tests {
 
     fn authority(byte: u8) -> Authority {
         Authority::create(ClusterId([byte; 16])).unwrap()
-    }
-
-    #[test]
-    fn an_authority_read_back_issues_for_the_same_cluster() {
-        let first = authority(1);
-        let kept = first.to_pem();
-        let again = Authority::from_pem(&kept.cert_pem, &kept.key_pem).unwrap();
-        assert_eq!(again.cluster(), ClusterId([1; 16]));
-        for (role, text) in [(Role::Node, "rack-1.node_7"), (Role::Client, "trainer")] {
-            let issued = again.issue(role, &name(text)).unwrap();
-            let identity =
-                Identity::from_pem(first.cert_pem(), &issued.cert_pem, &issued.key_pem).unwrap();
-            assert_eq!((identity.cluster(), identity.role()), (ClusterId([1; 16]), role));
-            assert_eq!(identity.name(), &name(text));
-        }
     }
 
     #[test]
@@ -443,17 +317,21 @@ mod tests {
 
     #[test]
     fn a_certificate_names_exactly_one_member() {
-        let ours = authority(1);
-        let cluster = ours.cluster();
+        let cluster = ClusterId([1; 16]);
         let parse = |uris: &[String]| {
-            let mut params = base_params("x", "rapidraid://x").unwrap();
-            params.subject_alt_names =
-                uris.iter().map(|uri| SanType::URI(uri.as_str().try_into().unwrap())).collect();
-            let cert = params.signed_by(&KeyPair::generate().unwrap(), &ours.issuer).unwrap();
+            let mut params = rcgen::CertificateParams::default();
+            for uri in uris {
+                let uri = rcgen::SanType::URI(uri.as_str().try_into().unwrap());
+                params.subject_alt_names.push(uri);
+            }
+            let cert = params.self_signed(&rcgen::KeyPair::generate().unwrap()).unwrap();
             peer_of(cluster, cert.der())
         };
         let good = format!("rapidraid://{cluster}/client/c");
-        assert_eq!(parse(&[good.clone()]), Ok(Peer { role: Role::Client, name: name("c") }));
+        assert_eq!(
+            parse(std::slice::from_ref(&good)),
+            Ok(Peer { role: Role::Client, name: name("c") })
+        );
         for bad in [
             vec![],
             vec![good.clone(), format!("rapidraid://{cluster}/node/n")],

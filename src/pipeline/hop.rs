@@ -4,21 +4,21 @@
 //! ([`hop_bytes`]). While grain g is sent on, grain g+1 is received; a hop waits only for its neighbours.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 
 use super::workers::{WorkerDied, Workers};
 use crate::clock::{Clock, deadline};
-use crate::code::Code;
+use crate::code::{Code, CodeError};
 use crate::format::geometry::StripeCut;
-use crate::gf::{self, FingerprintKey, GfError, Matrix};
+use crate::gf::{self, Fingerprint, FingerprintKey, GfError, Matrix};
 use crate::kind::Kind;
 use crate::net::frame::FramedRecv;
 use crate::net::{NetError, SendStream};
 use crate::plan::{Input, Output, StreamNo};
-use crate::store::{PieceWriter, StoreError, StoredFile};
+use crate::store::{PieceWriter, Stored, StoreError, StoredFile};
 use crate::units::GRAIN_BYTES;
 use crate::wire::order::{Codec, HopOrder, HopReport};
 
@@ -75,6 +75,9 @@ pub enum HopError {
     /// The arithmetic refused.
     #[error(transparent)]
     Field(#[from] GfError),
+    /// The classical codec refused.
+    #[error(transparent)]
+    Code(#[from] CodeError),
     /// The worker died.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
@@ -89,7 +92,7 @@ impl HopError {
             HopError::Stalled { .. } => Kind::Timeout,
             HopError::Order { .. } => Kind::Invalid,
             HopError::Store(error) => error.kind(),
-            HopError::Field(_) | HopError::Worker(_) => Kind::Internal,
+            HopError::Field(_) | HopError::Code(_) | HopError::Worker(_) => Kind::Internal,
         }
     }
 }
@@ -106,7 +109,68 @@ pub fn hop_bytes(hop: &HopOrder) -> u64 {
 /// Local blocks that a hop reads; `None` is a block past the shard's end, all zero.
 pub type Blocks = HashMap<Input, Option<Arc<StoredFile>>>;
 /// Pieces that a node writes, shared by its hops.
-pub type Pieces = HashMap<u8, Arc<Mutex<PieceWriter>>>;
+pub type Pieces = HashMap<u8, PieceSlot>;
+
+/// A piece while it is written, with the fingerprints of what was read back so far.
+pub struct PieceSlot(Mutex<(Option<PieceWriter>, Vec<Fingerprint>)>);
+
+impl PieceSlot {
+    /// The slot of a new piece of `grains` grains.
+    pub fn new(writer: PieceWriter, grains: u64) -> Self {
+        Self(Mutex::new((Some(writer), vec![Fingerprint::ZERO; grains as usize])))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Option<PieceWriter>, Vec<Fingerprint>)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes a grain; whole extents behind it are synced and read back on the way.
+    fn write(&self, key: &FingerprintKey, grain: u64, bytes: &[u8]) -> Result<(), HopError> {
+        let (writer, fingerprints) = &mut *self.lock();
+        let writer = writer.as_mut().ok_or(HopError::Order { what: "a piece was finished too early" })?;
+        writer.write_grain(grain, bytes)?;
+        let mut read_back = ReadBack { key, fingerprints, failed: None };
+        writer.advance(&mut |grain, bytes| read_back.take(grain, bytes))?;
+        read_back.result()
+    }
+
+    /// Makes the piece durable; answers with the fingerprints of all that was read back past the page cache.
+    pub fn finish(&self, key: &FingerprintKey) -> Result<(Stored, Vec<Fingerprint>), HopError> {
+        let (writer, fingerprints) = &mut *self.lock();
+        let writer = writer.take().ok_or(HopError::Order { what: "a piece was finished twice" })?;
+        let mut read_back = ReadBack { key, fingerprints, failed: None };
+        let stored = writer.finish(&mut |grain, bytes| read_back.take(grain, bytes))?;
+        read_back.result()?;
+        Ok((stored, std::mem::take(fingerprints)))
+    }
+}
+
+/// Fingerprints grains that come back from the medium.
+pub struct ReadBack<'a> {
+    /// The shard's key.
+    pub key: &'a FingerprintKey,
+    /// One slot a grain.
+    pub fingerprints: &'a mut [Fingerprint],
+    /// The first failure.
+    pub failed: Option<GfError>,
+}
+
+impl ReadBack<'_> {
+    /// One grain.
+    pub fn take(&mut self, grain: u64, bytes: &[u8]) {
+        match (self.key.fingerprint(bytes), self.fingerprints.get_mut(grain as usize)) {
+            (Ok(found), Some(slot)) => *slot = found,
+            (Err(error), _) => self.failed = Some(error),
+            // Past the end: the writer has refused it before.
+            (Ok(_), None) => {}
+        }
+    }
+
+    /// Whether all went well.
+    pub fn result(self) -> Result<(), HopError> {
+        self.failed.map_or(Ok(()), |error| Err(error.into()))
+    }
+}
 
 /// What all hops of one order share.
 pub struct Shared {
@@ -147,7 +211,7 @@ impl Step {
         if let Some(file) = self.shared.blocks.get(&input).ok_or(missing)? {
             // A block's real bytes may end before the stripe's padded length.
             let from = grain * GRAIN_BYTES;
-            let real = file.len_bytes().saturating_sub(from).min(len as u64) as usize;
+            let real = file.info().len_bytes.saturating_sub(from).min(len as u64) as usize;
             file.read(from, &mut bytes[..real])?;
         }
         Ok(bytes.into())
@@ -156,7 +220,7 @@ impl Step {
     fn multiply(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]]) -> Result<(), HopError> {
         match (&self.shared.code, self.shared.codec) {
             (Code::Rs(code), Codec::ReedSolomonErasure) if inputs.len() == code.k() => {
-                code.parity_with_crate(&self.matrix, inputs, outputs)?;
+                code.encode_with_crate(inputs, outputs)?;
             }
             _ => gf::apply(&self.matrix, inputs, outputs, gf::Mode::Overwrite)?,
         }
@@ -189,9 +253,8 @@ impl Step {
             match order.output {
                 Output::Store(piece) => {
                     let missing = HopError::Order { what: "a piece was not opened" };
-                    let writer = self.shared.pieces.get(&piece).ok_or(missing)?;
-                    let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-                    writer.write_grain(grain, &bytes)?;
+                    let slot = self.shared.pieces.get(&piece).ok_or(missing)?;
+                    slot.write(&self.shared.key, grain, &bytes)?;
                 }
                 Output::Stream(_) => sent.push(bytes.into()),
                 Output::Deliver(_) => {

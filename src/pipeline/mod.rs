@@ -3,6 +3,7 @@
 pub mod archive;
 pub mod hop;
 pub mod read;
+pub mod records;
 pub mod run;
 pub mod save;
 pub mod workers;

@@ -7,20 +7,27 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use tokio::sync::oneshot;
 
-use super::hop::{HopError, Shared, Streams, hop_bytes, run_hop, stream_in, stream_out};
+use super::hop::{
+    HopError, PieceSlot, ReadBack, Shared, Streams, hop_bytes, run_hop, stream_in, stream_out,
+};
 use super::workers::{WorkerDied, Workers};
 use crate::budget::{Budget, BudgetError, Reservation};
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, table};
 use crate::format::file::FileKey;
-use crate::gf::{Fingerprint, FingerprintKey, GfError};
+use crate::format::records::LAYOUT_STANDARD;
+use crate::gf::{Fingerprint, FingerprintKey};
+use crate::id::StripeId;
 use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
-use crate::store::{Store, StoreError};
+use crate::store::disk::AlignedBuffer;
+use crate::store::{PieceSpec, Store, StoreError, StoredFile};
+use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
 use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
 
@@ -62,9 +69,6 @@ pub enum RunError {
     /// A local file failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A read-back grain could not be fingerprinted.
-    #[error(transparent)]
-    Field(#[from] GfError),
     /// The worker died.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
@@ -79,7 +83,7 @@ impl RunError {
             RunError::Unknown => Kind::NotFound,
             RunError::Hop { source, .. } => source.kind(),
             RunError::Store(error) => error.kind(),
-            RunError::Field(_) | RunError::Worker(_) => Kind::Internal,
+            RunError::Worker(_) => Kind::Internal,
         }
     }
 }
@@ -100,7 +104,7 @@ struct Table {
 
 /// The parts that a node has admitted or runs.
 pub struct Runs {
-    store: Arc<Store>,
+    store: Store,
     workers: Workers,
     caller: Arc<Caller>,
     clock: Arc<dyn Clock>,
@@ -169,7 +173,7 @@ fn check(order: &Order) -> Result<Code, RunError> {
 impl Runs {
     /// No parts yet; `memory` is the share of the daemon's budget that archiving has.
     pub fn new(
-        store: Arc<Store>,
+        store: Store,
         workers: Workers,
         caller: Arc<Caller>,
         clock: Arc<dyn Clock>,
@@ -214,6 +218,19 @@ impl Runs {
         }
         table.admitted.insert(order.run, Admitted { order, code, admitted_at: now, waiting, memory });
         Ok(())
+    }
+
+    /// The stripe of an admitted part, and the local blocks that it reads.
+    pub fn inputs(&self, run: [u8; 16]) -> Option<(StripeId, Vec<u8>)> {
+        let table = self.table();
+        let order = &table.admitted.get(&run)?.order;
+        let inputs = order.hops.iter().flat_map(|hop| &hop.inputs);
+        let blocks = inputs.filter_map(|input| match input.input {
+            Input::Block(block) => Some(block),
+            _ => None,
+        });
+        let kept = order.kept.iter().map(|(_, block)| *block);
+        Some((order.stripe, blocks.chain(kept).collect()))
     }
 
     /// Gives an admitted part back.
@@ -263,7 +280,7 @@ impl Runs {
                     .map_err(hop_error)
             }
         });
-        let hops = try_all(hops).await?;
+        let hops = try_join_all(hops).await?;
         let proofs = self.prove(&order, shared).await?;
         drop(memory);
         let total_us = (self.clock.now() - began).as_micros() as u64;
@@ -278,20 +295,21 @@ impl Runs {
                 if let Input::Block(block) = input.input {
                     let empty = order.cut.block_len(block) == 0;
                     let key = FileKey::replica(order.stripe, block);
-                    let file = if empty { None } else { Some(Arc::new(store.open(key)?)) };
+                    let file = if empty { None } else { Some(Arc::new(store.open_file(key)?)) };
                     blocks.insert(input.input, file);
                 }
             }
             let mut pieces = HashMap::new();
             for piece in pieces_of(&order) {
-                let writer = store.piece_writer(
-                    order.stripe,
+                let writer = store.write_piece(PieceSpec {
+                    stripe: order.stripe,
                     piece,
-                    order.attempt,
-                    order.code.0,
-                    order.cut.block_bytes,
-                )?;
-                pieces.insert(piece, Arc::new(Mutex::new(writer)));
+                    attempt: order.attempt,
+                    code: order.code.0,
+                    layout: LAYOUT_STANDARD,
+                    len_bytes: order.cut.block_bytes,
+                })?;
+                pieces.insert(piece, PieceSlot::new(writer, order.cut.grains()));
             }
             let key = FingerprintKey::derive(&order.fingerprint_key);
             Ok(Shared { cut: order.cut, code, codec: order.codec, key, blocks, pieces })
@@ -336,53 +354,48 @@ impl Runs {
         let mut proofs = Vec::new();
         for piece in pieces_of(order) {
             let shared = shared.clone();
-            let proof = self.workers.run(move || -> Result<PieceProof, RunError> {
-                let writer = shared.pieces.get(&piece).ok_or(RunError::Order { what: "a piece was not opened" })?;
-                let mut fingerprints = vec![Fingerprint::ZERO; shared.cut.grains() as usize];
-                let mut failed = None;
-                let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-                let stored = writer.finish(&mut |grain, bytes| {
-                    read_back(&shared.key, &mut fingerprints, &mut failed, grain, bytes);
-                })?;
-                failed.map_or(Ok(()), Err)?;
+            let job = move || -> Result<PieceProof, RunError> {
+                let missing = RunError::Order { what: "a piece was not opened" };
+                let slot = shared.pieces.get(&piece).ok_or(missing)?;
+                let finished = slot.finish(&shared.key);
+                let (stored, fingerprints) =
+                    finished.map_err(|source| RunError::Hop { hop: 0, source })?;
                 Ok(PieceProof { piece, kept_block: None, root: stored.root, fingerprints })
-            });
-            proofs.push(proof.await??);
+            };
+            proofs.push(self.workers.run(job).await??);
         }
         for &(piece, block) in &order.kept {
             let (shared, store, stripe) = (shared.clone(), self.store.clone(), order.stripe);
-            let proof = self.workers.run(move || -> Result<PieceProof, RunError> {
+            let job = move || -> Result<PieceProof, RunError> {
                 let mut fingerprints = vec![Fingerprint::ZERO; shared.cut.grains() as usize];
-                let mut failed = None;
                 let root = if shared.cut.block_len(block) == 0 {
                     *blake3::hash(&[]).as_bytes()
                 } else {
-                    let file = store.open(FileKey::replica(stripe, block))?;
-                    file.read_back(&mut |grain, bytes| {
-                        read_back(&shared.key, &mut fingerprints, &mut failed, grain, bytes);
-                    })?
+                    let file = store.open_file(FileKey::replica(stripe, block))?;
+                    read_back(&file, &shared.key, &mut fingerprints)?;
+                    file.info().root
                 };
-                failed.map_or(Ok(()), Err)?;
                 Ok(PieceProof { piece, kept_block: Some(block), root, fingerprints })
-            });
-            proofs.push(proof.await??);
+            };
+            proofs.push(self.workers.run(job).await??);
         }
         Ok(proofs)
     }
 }
 
+/// Reads all of a file from the medium, proven by its tree, and fingerprints it.
 fn read_back(
+    file: &StoredFile,
     key: &FingerprintKey,
     fingerprints: &mut [Fingerprint],
-    failed: &mut Option<RunError>,
-    grain: u64,
-    bytes: &[u8],
-) {
-    match (key.fingerprint(bytes), fingerprints.get_mut(grain as usize)) {
-        (Ok(found), Some(slot)) => *slot = found,
-        (Err(error), _) => *failed = Some(error.into()),
-        (_, None) => *failed = Some(RunError::Order { what: "a grain past the piece's end" }),
+) -> Result<(), RunError> {
+    let mut read_back = ReadBack { key, fingerprints, failed: None };
+    let mut buffer = AlignedBuffer::new(GRAIN_BYTES as usize);
+    for grain in 0..grains(file.info().len_bytes) {
+        let len = file.read_grains_past_cache(grain, buffer.bytes())?;
+        read_back.take(grain, &buffer.bytes()[..len]);
     }
+    read_back.result().map_err(|source| RunError::Hop { hop: 0, source })
 }
 
 struct Forget<'a> {
@@ -394,26 +407,4 @@ impl Drop for Forget<'_> {
     fn drop(&mut self) {
         Runs::forget(&mut self.runs.table(), self.run);
     }
-}
-
-/// Runs all futures at once; the first error drops the others.
-pub async fn try_all<T, E>(
-    work: impl Iterator<Item = impl Future<Output = Result<T, E>>>,
-) -> Result<Vec<T>, E> {
-    let mut pending: Vec<_> = work.map(|future| (Box::pin(future), None)).collect();
-    std::future::poll_fn(|context| {
-        let mut all = true;
-        for (future, done) in &mut pending {
-            if done.is_none() {
-                match future.as_mut().poll(context) {
-                    std::task::Poll::Ready(Ok(value)) => *done = Some(value),
-                    std::task::Poll::Ready(Err(error)) => return std::task::Poll::Ready(Err(error)),
-                    std::task::Poll::Pending => all = false,
-                }
-            }
-        }
-        if all { std::task::Poll::Ready(Ok(())) } else { std::task::Poll::Pending }
-    })
-    .await?;
-    Ok(pending.into_iter().filter_map(|(_, done)| done).collect())
 }

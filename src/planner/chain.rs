@@ -10,7 +10,7 @@ use crate::plan::{Hop, Input, Output, Plan};
 /// The chain in the code's own order.
 pub fn chain(subject: &Subject<'_>) -> Result<Plan, PlannerError> {
     let Code::Chain(code) = subject.code else {
-        return Err(PlannerError::Code { plan: "chain", code: subject.code.name() });
+        return Err(PlannerError::Code { plan: "chain", code: subject.code.name().to_owned() });
     };
     subject.check_places()?;
     let last = code.n() - 1;
@@ -25,10 +25,10 @@ pub fn chain(subject: &Subject<'_>) -> Result<Plan, PlannerError> {
                 store.push(1);
                 forward.push(1);
             }
-            for (local, &block) in code.blocks(hop).iter().enumerate() {
+            for (local, block) in code.blocks_of_hop(hop).enumerate() {
                 inputs.push(Input::Block(block as u8));
-                store.push(code.xi(hop)[local]);
-                forward.push(code.psi(hop)[local]);
+                store.push(code.xi()[hop][local]);
+                forward.push(code.psi()[hop][local]);
             }
             let mut matrix = vec![store];
             if hop < last {

@@ -113,7 +113,7 @@ impl Builder<'_> {
 
 fn builder<'a>(subject: &Subject<'a>) -> Result<Builder<'a>, PlannerError> {
     if !matches!(subject.code, Code::Rs(_)) {
-        return Err(PlannerError::Code { plan: "star", code: subject.code.name() });
+        return Err(PlannerError::Code { plan: "star", code: subject.code.name().to_owned() });
     }
     subject.check_places()?;
     Ok(Builder { subject: *subject, hops: Vec::new(), next_stream: 0 })

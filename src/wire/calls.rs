@@ -243,6 +243,8 @@ calls! {
     54 Nodes PutReceipt {
         /// The sealed [`Receipt`](crate::format::records::Receipt).
         bytes: Vec<u8>,
+        /// The owner's generation.
+        owner: Generation,
         /// The coordinator's node.
         coordinator: NodeId,
     } -> ();

@@ -3,9 +3,12 @@
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
+use std::time::Duration;
 
+use async_trait::async_trait;
+use bytes::Bytes;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use rapidraid::clock::SystemClock;
+use rapidraid::clock::{Clock, SystemClock};
 use rapidraid::kind::Kind;
 use rapidraid::net::identity::{Authority, IdentityError, IssuedPem};
 use rapidraid::net::quic::{ALPN, QuicTransport, TransportLimits};
@@ -34,7 +37,11 @@ fn anchor(authority: &Authority) -> RootCertStore {
 }
 
 /// A client that trusts `authority` and shows `certificate`, if any.
-fn stranger(authority: &Authority, certificate: Option<&IssuedPem>, alpn: &[u8]) -> quinn::Endpoint {
+fn stranger(
+    authority: &Authority,
+    certificate: Option<&IssuedPem>,
+    alpn: &[u8],
+) -> quinn::Endpoint {
     let config = rustls::ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
@@ -277,11 +284,80 @@ async fn addresses_that_lead_nowhere_are_explained() {
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(text), "{error}");
         }
-        // Nobody listens: UDP says nothing, so only time tells.
+    })
+    .await;
+}
+
+/// A clock that runs fifty times as fast.
+struct Hurried(Arc<SystemClock>);
+
+#[async_trait]
+impl Clock for Hurried {
+    fn now(&self) -> Duration {
+        self.0.now() * 50
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        self.0.sleep(duration / 50).await;
+    }
+
+    fn wall_seconds(&self) -> u64 {
+        self.0.wall_seconds()
+    }
+}
+
+#[tokio::test]
+async fn a_silent_address_is_given_up() {
+    in_time(async {
+        // UDP says nothing when nobody listens, so only time tells.
         let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
         let host_port = silent.local_addr().unwrap().to_string();
+        let identity = identity(&authority(1), Role::Client, "c");
+        let clock = Arc::new(Hurried(SystemClock::new()));
+        let limits = TransportLimits::default();
+        let client = QuicTransport::connect_only(&identity, &limits, clock).await.unwrap();
         let error = client.connect(&Address { host_port, node: None }).await.err().unwrap();
         assert_eq!(error.kind(), Kind::Timeout, "{error}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_peer_that_vanishes_is_noticed() {
+    in_time(async {
+        let ours = authority(1);
+        let identity_a = identity(&ours, Role::Node, "a");
+        let limits = TransportLimits {
+            idle_timeout: Duration::from_millis(400),
+            keep_alive: Duration::from_millis(100),
+            ..TransportLimits::default()
+        };
+        // A runtime of its own, so that the node can end without a word.
+        let elsewhere = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let (clock, its_limits) = (SystemClock::new(), limits.clone());
+        let node = elsewhere
+            .spawn(async move {
+                let any = "127.0.0.1:0".parse().unwrap();
+                QuicTransport::listen(any, &identity_a, &its_limits, clock).await.unwrap()
+            })
+            .await
+            .unwrap();
+        let host_port = node.local_addr().unwrap().to_string();
+        let identity = identity(&ours, Role::Client, "c");
+        let client = QuicTransport::connect_only(&identity, &limits, SystemClock::new());
+        let client = client.await.unwrap();
+        let connection = client.connect(&Address { host_port, node: None }).await.unwrap();
+        let mut send = connection.open_uni().await.unwrap();
+        send.write(Bytes::from_static(b"hello")).await.unwrap();
+        elsewhere.shutdown_background();
+        connection.closed().await;
+        let error = send.write(Bytes::from_static(b"?")).await.unwrap_err();
+        assert!(matches!(error, NetError::Closed { code: None, .. }), "{error}");
+        assert!(error.kind().is_transient());
     })
     .await;
 }

@@ -25,8 +25,7 @@ impl World {
         node_transport: Arc<dyn Transport>,
         host_port: &str,
     ) -> World {
-        let address =
-            Address { host_port: host_port.into(), node: Some("a".parse().unwrap()) };
+        let address = Address { host_port: host_port.into(), node: Some("a".parse().unwrap()) };
         let (client, node) =
             tokio::join!(client_transport.connect(&address), node_transport.accept());
         let (client, node) = (client.unwrap(), node.unwrap());

@@ -204,10 +204,7 @@ impl MemoryConnection {
         }
     }
 
-    async fn accept(
-        &self,
-        inbox: &AsyncMutex<mpsc::Receiver<Opened>>,
-    ) -> Result<Opened, NetError> {
+    async fn accept(&self, inbox: &AsyncMutex<mpsc::Receiver<Opened>>) -> Result<Opened, NetError> {
         tokio::select! {
             biased;
             error = self.hold.closed() => Err(error),

@@ -139,10 +139,8 @@ impl MemoryTransport {
 #[async_trait]
 impl Transport for MemoryTransport {
     async fn connect(&self, to: &Address) -> Result<Arc<dyn Connection>, NetError> {
-        let unreachable = |reason: &str| NetError::Unreachable {
-            to: to.to_string(),
-            reason: reason.to_owned(),
-        };
+        let unreachable =
+            |reason: &str| NetError::Unreachable { to: to.to_string(), reason: reason.to_owned() };
         let mut state = self.network.lock();
         if !self.is_member(&state) {
             return Err(NetError::ShutDown);
@@ -191,5 +189,77 @@ impl Transport for MemoryTransport {
 impl Drop for MemoryTransport {
     fn drop(&mut self) {
         self.leave(ABANDONED, "the peer shuts down");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+
+    fn join(network: &Arc<MemoryNetwork>, role: Role, name: &str) -> MemoryTransport {
+        network.join(Peer { role, name: name.parse().unwrap() }, name)
+    }
+
+    fn to(host_port: &str) -> Address {
+        Address { host_port: host_port.into(), node: None }
+    }
+
+    async fn is_unreachable(from: &MemoryTransport, host_port: &str) -> bool {
+        matches!(from.connect(&to(host_port)).await, Err(NetError::Unreachable { .. }))
+    }
+
+    #[tokio::test]
+    async fn the_killed_are_gone_until_they_join_again() {
+        let network = MemoryNetwork::new();
+        let (a, b) = (join(&network, Role::Node, "a"), join(&network, Role::Node, "b"));
+        let at_b = b.connect(&to("a")).await.unwrap();
+        let at_a = a.accept().await.unwrap();
+        let mut recv = {
+            let mut send = at_a.open_uni().await.unwrap();
+            send.write(Bytes::from_static(b"last words")).await.unwrap();
+            let recv = at_b.accept_uni().await.unwrap();
+            network.kill("a");
+            recv
+        };
+        at_b.closed().await;
+        assert!(matches!(at_b.open_uni().await, Err(NetError::Closed { code: None, .. })));
+        assert_eq!(recv.read(99).await, Err(NetError::Reset { code: ABANDONED }));
+        assert!(a.accept().await.is_none());
+        assert!(matches!(a.connect(&to("b")).await, Err(NetError::ShutDown)));
+        assert!(is_unreachable(&b, "a").await);
+
+        let again = join(&network, Role::Node, "a");
+        drop(a);
+        let _held = b.connect(&to("a")).await.unwrap();
+        assert!(again.accept().await.is_some());
+    }
+
+    #[tokio::test]
+    async fn a_partition_parts_two_and_nobody_else() {
+        let network = MemoryNetwork::new();
+        let nodes = ["a", "b", "c"].map(|name| join(&network, Role::Node, name));
+        let [a, b, c] = &nodes;
+        let (a_b, a_c) = (a.connect(&to("b")).await.unwrap(), a.connect(&to("c")).await.unwrap());
+        network.partition("b", "a");
+        assert!(a_b.is_closed() && !a_c.is_closed());
+        assert!(is_unreachable(a, "b").await && is_unreachable(b, "a").await);
+        c.connect(&to("b")).await.unwrap();
+        network.heal("a", "b");
+        assert!(a_b.is_closed());
+        a.connect(&to("b")).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn nobody_connects_to_a_client_or_to_a_full_backlog() {
+        let network = MemoryNetwork::new();
+        let (client, _node) = (join(&network, Role::Client, "c"), join(&network, Role::Node, "a"));
+        assert!(is_unreachable(&client, "c").await && is_unreachable(&client, "nowhere").await);
+        let mut open = Vec::new();
+        for _ in 0..BACKLOG {
+            open.push(client.connect(&to("a")).await.unwrap());
+        }
+        assert!(matches!(client.connect(&to("a")).await, Err(NetError::Busy { .. })));
     }
 }

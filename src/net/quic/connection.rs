@@ -32,7 +32,7 @@ impl QuicConnection {
     }
 
     fn recv(&self, inner: quinn::RecvStream) -> Box<dyn RecvStream> {
-        Box::new(QuicRecv { inner, label: self.label.clone(), stopped: false })
+        Box::new(QuicRecv { inner, label: self.label.clone(), over: None })
     }
 
     fn lost(&self) -> impl FnOnce(ConnectionError) -> NetError + '_ {
@@ -154,26 +154,28 @@ impl Drop for QuicSend {
 struct QuicRecv {
     inner: quinn::RecvStream,
     label: Arc<str>,
-    stopped: bool,
+    /// Why nothing more comes, unless it ended cleanly. quinn itself reports a clean end once the reader
+    /// has stopped the stream or has been told of its reset.
+    over: Option<NetError>,
 }
 
 #[async_trait]
 impl RecvStream for QuicRecv {
     async fn read(&mut self, max_bytes: usize) -> Result<Option<Bytes>, NetError> {
-        if self.stopped {
-            // quinn would report a clean end.
-            return Err(NetError::Ended);
+        if let Some(error) = &self.over {
+            return Err(error.clone());
         }
-        match self.inner.read_chunk(max_bytes.max(1), true).await {
-            Ok(chunk) => Ok(chunk.map(|chunk| chunk.bytes)),
-            Err(ReadError::Reset(code)) => Err(NetError::Reset { code: code_of(code) }),
-            Err(ReadError::ConnectionLost(error)) => Err(connection_error(&self.label, error)),
-            Err(_) => Err(NetError::Ended),
-        }
+        let error = match self.inner.read_chunk(max_bytes.max(1), true).await {
+            Ok(chunk) => return Ok(chunk.map(|chunk| chunk.bytes)),
+            Err(ReadError::Reset(code)) => NetError::Reset { code: code_of(code) },
+            Err(ReadError::ConnectionLost(error)) => connection_error(&self.label, error),
+            Err(_) => NetError::Ended,
+        };
+        Err(self.over.insert(error).clone())
     }
 
     fn stop(&mut self, code: u32) {
-        self.stopped = true;
+        self.over.get_or_insert(NetError::Ended);
         // Fails only when the stream is over already.
         let _ = self.inner.stop(code.into());
     }

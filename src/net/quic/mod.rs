@@ -120,8 +120,10 @@ impl QuicTransport {
         let mut client = quinn::ClientConfig::new(crypto::client_crypto(identity)?);
         client.transport_config(limits.transport_config()?);
         let config = limits::endpoint_config()?;
-        let wrong =
-            |error: std::io::Error| NetError::Socket { addr: addr.to_string(), reason: error.to_string() };
+        let wrong = |error: std::io::Error| NetError::Socket {
+            addr: addr.to_string(),
+            reason: error.to_string(),
+        };
         let socket = TokioRuntime.wrap_udp_socket(socket::bind(addr)?).map_err(wrong)?;
         let weak = Arc::downgrade(&socket);
         let endpoint =
@@ -130,7 +132,9 @@ impl QuicTransport {
         let cluster = identity.cluster();
         let transport = Self { endpoint, client, cluster, clock, socket: weak, listener: None };
         if !transport.segmentation_offload() {
-            tracing::warn!("the kernel offers no UDP segmentation offload: sending costs three times the CPU");
+            tracing::warn!(
+                "the kernel offers no UDP segmentation offload: sending costs three times the CPU"
+            );
         }
         Ok(transport)
     }
@@ -235,7 +239,8 @@ fn prove(
     label: &str,
 ) -> Result<Peer, NetError> {
     let chain = connection.peer_identity();
-    let chain = chain.as_ref().and_then(|chain| chain.downcast_ref::<Vec<CertificateDer<'static>>>());
+    let chain =
+        chain.as_ref().and_then(|chain| chain.downcast_ref::<Vec<CertificateDer<'static>>>());
     let refused = |reason: String| NetError::Refused { peer: label.to_owned(), reason };
     let leaf = chain.and_then(|chain| chain.first());
     let leaf = leaf.ok_or_else(|| refused("it shows no certificate".into()));
@@ -304,4 +309,49 @@ async fn admit(incoming: Incoming, cluster: ClusterId) -> Result<QuicConnection,
     let connection = connection.map_err(|error| connection_error(&label, error))?;
     let peer = prove(cluster, &connection, &label)?;
     Ok(QuicConnection::new(connection, peer))
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::super::identity::Authority;
+    use super::*;
+    use crate::clock::SystemClock;
+
+    fn identity(authority: &Authority, role: Role, name: &str) -> Identity {
+        let issued = authority.issue(role, &name.parse().unwrap()).unwrap();
+        Identity::from_pem(authority.cert_pem(), &issued.cert_pem, &issued.key_pem).unwrap()
+    }
+
+    #[tokio::test]
+    async fn datagrams_grow_to_the_limit_and_stay_there() {
+        let authority = Authority::create(ClusterId([1; 16])).unwrap();
+        let (limits, clock) = (TransportLimits::default(), SystemClock::new());
+        let node = identity(&authority, Role::Node, "a");
+        let any = "127.0.0.1:0".parse().unwrap();
+        let node = QuicTransport::listen(any, &node, &limits, clock.clone()).await.unwrap();
+        let client = identity(&authority, Role::Client, "c");
+        let client = QuicTransport::connect_only(&client, &limits, clock).await.unwrap();
+        let addr = node.local_addr().unwrap();
+        let to = Address { host_port: addr.to_string(), node: None };
+
+        let (ours, theirs) = tokio::join!(client.dial(addr, &to), node.accept());
+        let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+        let mut send = ours.open_uni().await.unwrap();
+        let writing = async {
+            for _ in 0..64 {
+                send.write(Bytes::from(vec![7; 1 << 20])).await.unwrap();
+            }
+            send.finish().await.unwrap();
+        };
+        let reading = async {
+            let mut recv = theirs.accept_uni().await.unwrap();
+            while recv.read(1 << 20).await.unwrap().is_some() {}
+        };
+        tokio::join!(writing, reading);
+        let path = ours.path();
+        assert!(path.current_mtu > 6400, "{path:?}");
+        assert_eq!(path.black_holes_detected, 0, "{path:?}");
+    }
 }

@@ -6,6 +6,8 @@
 
 mod orders;
 mod replicas;
+
+pub(super) use replicas::blocks_at;
 mod shard;
 mod stripe;
 

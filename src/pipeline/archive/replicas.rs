@@ -20,7 +20,7 @@ use crate::wire::calls::{Fetch, FileView, Inspect, PutPlaces};
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
 /// Blocks (from 0) that position `position` holds in the standard layout.
-pub(super) fn blocks_at(n: usize, k: usize, position: usize) -> impl Iterator<Item = usize> {
+pub(in crate::pipeline) fn blocks_at(n: usize, k: usize, position: usize) -> impl Iterator<Item = usize> {
     [Some(position), position.checked_sub(n - k)].into_iter().flatten().filter(move |&block| block < k)
 }
 

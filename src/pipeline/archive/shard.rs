@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 
 use super::{ArchiveError, Coordinator};
 use crate::catalogue::records::{Written, read, state_key, write};
-use crate::code::{Code, table};
+use crate::code::{Code, RsCode, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
@@ -55,7 +55,7 @@ fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
     let code = match plan {
         PlanChoice::Chain => table::find(n, k).cloned().map(Code::Chain),
         PlanChoice::BestStar | PlanChoice::NaiveStar | PlanChoice::StripedStar => {
-            table::classical(n, k).map(Code::Rs)
+            RsCode::new(n, k).ok().map(Code::Rs)
         }
     };
     code.ok_or(ArchiveError::NoCode { n: root.n, k: root.k })

@@ -7,7 +7,6 @@ use futures_util::future::{join_all, try_join_all};
 use super::orders::{Context, NodeOrder, build, judge};
 use super::shard::OwnedShard;
 use super::{ArchiveError, Coordinator, Events};
-use crate::clock::Clock;
 use crate::format::records::{Receipt, Record, StripeState};
 use crate::id::{Attempt, Generation, NodeId};
 use crate::kind::Kind;
@@ -113,7 +112,7 @@ impl Coordinator {
             code: plan.code,
             pieces,
         };
-        self.put_receipts(&orders, &receipt).await?;
+        self.put_receipts(shard, &orders, &receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
         shard.set(self, index, archived).await?;
@@ -156,7 +155,7 @@ impl Coordinator {
     async fn run(&self, orders: &[NodeOrder]) -> Result<Vec<(NodeId, RunReport)>, ArchiveError> {
         let calls = orders.iter().map(|NodeOrder { node, address: to, order }| async move {
             let run = Run { run: order.run };
-            let report = self.caller.call_within(&address(to), &run, RUN_LIMIT).await?;
+            let report = self.caller.call_held(to, &run, RUN_LIMIT).await?;
             Ok::<_, CallError>((*node, report))
         });
         match try_join_all(calls).await {
@@ -168,9 +167,18 @@ impl Coordinator {
         }
     }
 
-    async fn put_receipts(&self, orders: &[NodeOrder], receipt: &Receipt) -> Result<(), ArchiveError> {
+    fn receipt_call(&self, shard: &OwnedShard, receipt: &Receipt) -> Result<PutReceipt, ArchiveError> {
         let bytes = receipt.to_bytes().map_err(|error| ArchiveError::Format(error.to_string()))?;
-        let call = PutReceipt { bytes, coordinator: self.me };
+        Ok(PutReceipt { bytes, owner: shard.generation, coordinator: self.me })
+    }
+
+    async fn put_receipts(
+        &self,
+        shard: &OwnedShard,
+        orders: &[NodeOrder],
+        receipt: &Receipt,
+    ) -> Result<(), ArchiveError> {
+        let call = self.receipt_call(shard, receipt)?;
         let holders = orders
             .iter()
             .filter(|order| receipt.pieces.iter().any(|piece| piece.node == order.node));
@@ -194,12 +202,22 @@ impl Coordinator {
         nodes.extend(info.places.iter().chain(places));
         nodes.sort_unstable();
         nodes.dedup();
+        // Also nodes that held a replica and no piece need the receipt before they drop anything.
+        let receipt =
+            records::receipt(&self.caller, directory, &shard.root, info, attempt).await?;
+        let receipt = self.receipt_call(shard, &receipt)?;
         let call = Drop { stripe: info.fixed.stripe, attempt, generation };
         let drops = nodes.iter().map(|&node| {
-            let call = call.clone();
+            let (call, receipt) = (&call, &receipt);
             async move {
                 let Some(address) = directory.address(node) else { return false };
-                let answer = self.caller.call(&address, &call).await;
+                let mut answer = self.caller.call(&address, call).await;
+                if let Err(CallError::Failed(failure)) = &answer
+                    && failure.kind == Kind::NotFound
+                    && self.caller.call(&address, receipt).await.is_ok()
+                {
+                    answer = self.caller.call(&address, call).await;
+                }
                 if let Err(error) = &answer {
                     tracing::warn!(node = %address.name, %error, "replicas not dropped");
                 }

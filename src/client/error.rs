@@ -1,0 +1,183 @@
+//! What a client's operation can fail with.
+
+use std::io;
+
+use crate::format::FormatError;
+use crate::format::geometry::GeometryError;
+use crate::id::{Job, ShardName, Step};
+use crate::kind::Kind;
+use crate::net::NetError;
+use crate::net::call::CallError;
+use crate::pipeline::read::{Lost, ReadError};
+use crate::pipeline::records::RecordsError;
+use crate::pipeline::save::SaveError;
+use crate::pipeline::workers::WorkerDied;
+use crate::placement::PlacementError;
+use crate::store::DiskError;
+
+/// Why an operation failed. What was committed before is as it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// No daemon answers.
+    #[error("no daemon of the cluster answers (tried {seeds}): {reason}")]
+    Unreachable {
+        /// The seeds.
+        seeds: String,
+        /// The last failure.
+        reason: String,
+    },
+    /// The step went away while it was read.
+    #[error("{job}/{step} was removed or replaced meanwhile")]
+    Removed {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+    },
+    /// No shard has the name.
+    #[error("{job}/{step} has no shard {name}: `rapidraid show {job}/{step}` lists them")]
+    NoShard {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// The name.
+        name: ShardName,
+    },
+    /// Two shards of a save have one name.
+    #[error("two of the shards are called {name}: a checkpoint's shards have different names")]
+    DuplicateName {
+        /// The name.
+        name: ShardName,
+    },
+    /// A save needs something to save.
+    #[error("there is nothing to save: name at least one file")]
+    NoShards,
+    /// A range needs one shard.
+    #[error("a range of bytes belongs to one shard: name it")]
+    RangeOfMany,
+    /// A range is not within its shard.
+    #[error("bytes {from}..{to} are not within shard {name} of {len_bytes} bytes")]
+    Range {
+        /// The shard.
+        name: ShardName,
+        /// First byte.
+        from: u64,
+        /// Behind the last byte.
+        to: u64,
+        /// The shard's length.
+        len_bytes: u64,
+    },
+    /// Stripes cannot be read; nothing was written.
+    #[error("{} of {total} stripes cannot be read, nothing was written:\n{}", lost.len(), lines(lost))]
+    Lost {
+        /// Which, and what they lack.
+        lost: Vec<Lost>,
+        /// All stripes of the request.
+        total: usize,
+    },
+    /// A file is there already.
+    #[error("{path} exists: restore elsewhere, or overwrite with --force")]
+    FileExists {
+        /// The path below the output folder.
+        path: String,
+    },
+    /// A shard's file and another's folder have one name.
+    #[error("{path} would have to be a file and a folder: restore its shards one by one")]
+    PathConflict {
+        /// The path below the output folder.
+        path: String,
+    },
+    /// The destination failed.
+    #[error("writing {path}: {source}")]
+    Output {
+        /// The path below the output folder.
+        path: String,
+        /// Why.
+        source: DiskError,
+    },
+    /// A local file failed.
+    #[error("{path}: {source}")]
+    Input {
+        /// Its path.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// A call failed.
+    #[error(transparent)]
+    Call(#[from] CallError),
+    /// The network failed.
+    #[error(transparent)]
+    Net(#[from] NetError),
+    /// A block could not be saved.
+    #[error(transparent)]
+    Save(#[from] SaveError),
+    /// A stripe could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// Records are missing.
+    #[error(transparent)]
+    Records(#[from] RecordsError),
+    /// Too few nodes.
+    #[error(transparent)]
+    Placement(#[from] PlacementError),
+    /// A record's numbers are wrong.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// A record does not fit or parse.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// A worker died.
+    #[error(transparent)]
+    Worker(#[from] WorkerDied),
+}
+
+fn lines(lost: &[Lost]) -> String {
+    const SHOWN: usize = 20;
+    let mut lines: Vec<String> = lost.iter().take(SHOWN).map(|lost| format!("  {lost}")).collect();
+    if lost.len() > SHOWN {
+        lines.push(format!("  and {} more", lost.len() - SHOWN));
+    }
+    lines.join("\n")
+}
+
+impl ClientError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            ClientError::Unreachable { .. } => Kind::Unavailable,
+            ClientError::Removed { .. } | ClientError::NoShard { .. } => Kind::NotFound,
+            ClientError::DuplicateName { .. }
+            | ClientError::NoShards
+            | ClientError::RangeOfMany
+            | ClientError::Range { .. }
+            | ClientError::PathConflict { .. } => Kind::Invalid,
+            ClientError::Lost { .. } => Kind::Lost,
+            ClientError::FileExists { .. } => Kind::Exists,
+            ClientError::Output { source, .. } => source.kind(),
+            ClientError::Input { .. } => Kind::Io,
+            ClientError::Call(error) => error.kind(),
+            ClientError::Net(error) => error.kind(),
+            ClientError::Save(error) => error.kind(),
+            ClientError::Read(error) => error.kind(),
+            ClientError::Records(error) => error.kind(),
+            ClientError::Placement(error) => error.kind(),
+            ClientError::Geometry(error) => error.kind(),
+            ClientError::Format(error) => error.kind(),
+            ClientError::Worker(_) => Kind::Internal,
+        }
+    }
+
+    /// What to do next, where the message does not say it.
+    pub fn hint(&self) -> Option<String> {
+        let hint = match self {
+            ClientError::Unreachable { .. } => {
+                Some("check that the daemons run and that the seeds in rapidraid.toml are theirs")
+            }
+            other => super::hint_for(other.kind()),
+        };
+        hint.map(str::to_owned)
+    }
+}

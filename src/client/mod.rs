@@ -1,0 +1,335 @@
+//! The library that trainers and the command line use: save, restore, archive, list.
+//!
+//! A [`Client`] asks any live daemon of the cluster (its *gateway*) and streams blocks to and from the nodes that
+//! hold them. What the calls promise is docs/semantics.md.
+//!
+//! ```no_run
+//! # async fn example(identity: rapidraid::net::identity::Identity) -> Result<(), Box<dyn std::error::Error>> {
+//! use std::sync::Arc;
+//! use bytes::Bytes;
+//! use rapidraid::client::{Client, NewShard, SaveOptions};
+//!
+//! let client = Client::connect(&identity, vec!["node01.example:7440".into()]).await?;
+//! let shard = NewShard { name: "rank-0".parse()?, source: Arc::new(Bytes::from_static(b"weights")) };
+//! let quiet = Arc::new(|_| ());
+//! client.save(&"gpt".parse()?, rapidraid::id::Step(1000), vec![shard], SaveOptions::default(), quiet).await?;
+//! # Ok(()) }
+//! ```
+
+mod error;
+pub mod files;
+mod restore;
+mod save;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+pub use error::ClientError;
+pub use restore::{RestoreReport, RestoreRequest};
+pub use save::{NewShard, SaveOptions, SaveReport};
+
+use crate::clock::{Clock, SystemClock};
+use crate::entropy::{Entropy, SystemEntropy};
+use crate::format::records::{ShardRoot, ShardState};
+use crate::id::{Epoch, Job, PeerName, Step};
+use crate::kind::Kind;
+use crate::net::call::{CallError, Caller, address};
+use crate::net::identity::Identity;
+use crate::net::pool::Pool;
+use crate::net::quic::{QuicTransport, TransportLimits};
+use crate::net::{Address, Transport};
+use crate::pipeline::hop::STREAM_WINDOW_BYTES;
+use crate::pipeline::workers::Workers;
+use crate::topology::Directory;
+use crate::wire::calls::{
+    Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView, Nodes,
+    Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
+};
+use crate::wire::{Call, NodeAddress};
+
+/// A gateway answers a question within this.
+const CALL_LIMIT: Duration = Duration::from_secs(12);
+/// Commit and removal wait for many nodes.
+const LONG_LIMIT: Duration = Duration::from_secs(120);
+/// Rounds over all seeds before a call fails.
+const ROUNDS: u32 = 2;
+/// Threads for reading, hashing and decoding.
+const WORKERS: usize = 4;
+
+/// How far an operation has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes done.
+    pub done_bytes: u64,
+    /// Bytes in all.
+    pub total_bytes: u64,
+}
+
+/// Called as an operation goes on, from any thread.
+pub type ProgressFn = Arc<dyn Fn(Progress) + Send + Sync>;
+
+/// How an archiving went.
+#[derive(Debug, Clone)]
+pub struct ArchiveReport {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// Stripes that are archived now.
+    pub stripes: u64,
+    /// Of these, stripes whose replicas are not all confirmed to be dropped.
+    pub undropped: u64,
+    /// Stripes archived by this call.
+    pub reports: Vec<StripeReport>,
+    /// Things worth knowing.
+    pub notes: Vec<String>,
+}
+
+/// Everything about one step.
+#[derive(Debug, Clone)]
+pub struct ShowReport {
+    /// The step.
+    pub step: StepView,
+    /// Its shards, and how far archiving has come.
+    pub shards: Vec<(ShardRoot, ShardState)>,
+    /// The nodes.
+    pub nodes: Vec<NodeView>,
+}
+
+/// The nodes and what they hold.
+#[derive(Debug, Clone)]
+pub struct StatusReport {
+    /// Each node; what it says, if it answers.
+    pub nodes: Vec<(NodeView, Option<NodeStatusAnswer>)>,
+    /// Who hosts the catalogue.
+    pub catalogue: Option<PeerName>,
+    /// The highest epoch that was heard of.
+    pub epoch: Epoch,
+}
+
+/// A client of one cluster. Clones share their connections.
+#[derive(Clone)]
+pub struct Client {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    transport: Arc<dyn Transport>,
+    caller: Arc<Caller>,
+    seeds: Vec<String>,
+    gateway: Mutex<Option<NodeAddress>>,
+    entropy: Arc<dyn Entropy>,
+    workers: Workers,
+}
+
+/// The client's share of memory: up to 16 connections hold up to 2 MiB in and 2 MiB out each.
+fn limits() -> TransportLimits {
+    TransportLimits {
+        stream_window_bytes: STREAM_WINDOW_BYTES as u32,
+        connection_window_bytes: 2 << 20,
+        send_window_bytes: 2 << 20,
+        ..TransportLimits::default()
+    }
+}
+
+impl Client {
+    /// Connects to a cluster as `identity`; `seeds` are HOST:PORT of some of its daemons.
+    pub async fn connect(identity: &Identity, seeds: Vec<String>) -> Result<Self, ClientError> {
+        let clock = SystemClock::new();
+        let transport = QuicTransport::connect_only(identity, &limits(), clock.clone()).await?;
+        let (transport, entropy) = (Arc::new(transport), Arc::new(SystemEntropy));
+        let client = Self::over(transport, clock, entropy, Workers::new(WORKERS), seeds);
+        client.gateway().await?;
+        Ok(client)
+    }
+
+    /// A client over any transport: for clusters in one process.
+    pub fn over(
+        transport: Arc<dyn Transport>,
+        clock: Arc<dyn Clock>,
+        entropy: Arc<dyn Entropy>,
+        workers: Workers,
+        seeds: Vec<String>,
+    ) -> Self {
+        let pool = Pool::new(transport.clone(), clock.clone());
+        let caller = Caller::new(pool, clock, CALL_LIMIT);
+        let gateway = Mutex::default();
+        Self { inner: Arc::new(Inner { transport, caller, seeds, gateway, entropy, workers }) }
+    }
+
+    fn caller(&self) -> &Arc<Caller> {
+        &self.inner.caller
+    }
+
+    fn set_gateway(&self, gateway: Option<NodeAddress>) {
+        *self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner) = gateway;
+    }
+
+    /// A daemon that answers; the seeds are asked all at once.
+    async fn gateway(&self) -> Result<NodeAddress, ClientError> {
+        let known = self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let mut asked: Vec<_> = Vec::new();
+        for seed in &self.inner.seeds {
+            asked.push(Box::pin(async move {
+                let to = Address { host_port: seed.clone(), node: None };
+                let hello = self.caller().call_address(&to, &Hello {}).await?;
+                Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed.clone() })
+            }));
+        }
+        let seeds = self.inner.seeds.join(", ");
+        if asked.is_empty() {
+            return Err(ClientError::Unreachable { seeds, reason: "no seeds are configured".into() });
+        }
+        match futures_util::future::select_ok(asked).await {
+            Ok((gateway, _)) => {
+                self.set_gateway(Some(gateway.clone()));
+                Ok(gateway)
+            }
+            Err(error) => Err(ClientError::Unreachable { seeds, reason: error.to_string() }),
+        }
+    }
+
+    /// Asks the gateway, or another one when it does not answer.
+    async fn ask_within<C: Call>(&self, call: &C, limit: Duration) -> Result<C::Answer, ClientError> {
+        let mut round = 0;
+        loop {
+            round += 1;
+            let gateway = self.gateway().await?;
+            match self.caller().call_within(&address(&gateway), call, limit).await {
+                Ok(answer) => return Ok(answer),
+                Err(error) if error.is_unanswered() && round < ROUNDS => self.set_gateway(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
+        self.ask_within(call, CALL_LIMIT).await
+    }
+
+    async fn directory(&self) -> Result<Directory, ClientError> {
+        Ok(Directory::new(self.ask(&Nodes {}).await?))
+    }
+
+    /// The committed steps, in order of job and step.
+    pub async fn list(&self, job: Option<&Job>) -> Result<Vec<StepView>, ClientError> {
+        let (mut steps, mut after) = (Vec::new(), None);
+        loop {
+            let page = self.ask(&List { job: job.cloned(), after }).await?;
+            steps.extend(page.steps);
+            match page.next {
+                Some(next) => after = Some(next),
+                None => return Ok(steps),
+            }
+        }
+    }
+
+    /// A committed step (`None`: the latest) with all its shards.
+    async fn find(&self, job: &Job, step: Option<Step>) -> Result<ShowAnswer, ClientError> {
+        let call = Show { job: job.clone(), step, first_shard: 0 };
+        let mut answer = self.ask(&call).await?;
+        while (answer.shards.len() as u64) < u64::from(answer.step.saved.shards) {
+            let first_shard = answer.shards.len() as u32;
+            let page = self.ask(&Show { job: job.clone(), step: Some(answer.step.step), first_shard }).await?;
+            if page.step != answer.step || page.shards.is_empty() {
+                return Err(ClientError::Removed { job: job.clone(), step: answer.step.step });
+            }
+            answer.shards.extend(page.shards);
+        }
+        Ok(answer)
+    }
+
+    /// Everything about a committed step (`None`: the latest).
+    pub async fn show(&self, job: &Job, step: Option<Step>) -> Result<ShowReport, ClientError> {
+        let found = self.find(job, step).await?;
+        let step = found.step;
+        let shards = found.shards.into_iter().map(|(root, state)| match state {
+            Some(state) => Ok((root, state)),
+            None => Err(ClientError::Removed { job: job.clone(), step: step.step }),
+        });
+        let shards = shards.collect::<Result<_, _>>()?;
+        let nodes = self.ask(&Nodes {}).await?;
+        Ok(ShowReport { step, shards, nodes })
+    }
+
+    /// Removes a committed step.
+    pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
+        self.ask_within(&Remove { job: job.clone(), step }, LONG_LIMIT).await
+    }
+
+    /// Archives a committed step (`None`: the latest) and watches; the work is a daemon's and goes on without us.
+    pub async fn archive(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        options: ArchiveOptions,
+        on_event: &mut (dyn FnMut(&ArchiveEvent) + Send),
+    ) -> Result<ArchiveReport, ClientError> {
+        let step = match step {
+            Some(step) => step,
+            None => self.find(job, None).await?.step.step,
+        };
+        let gateway = self.gateway().await?;
+        let call = Archive { job: job.clone(), step, options };
+        let mut exchange = self.caller().open(&address(&gateway), &call).await?;
+        exchange.finish().await?;
+        let mut report = ArchiveReport {
+            job: job.clone(),
+            step,
+            stripes: 0,
+            undropped: 0,
+            reports: Vec::new(),
+            notes: Vec::new(),
+        };
+        loop {
+            let event: ArchiveEvent = exchange.answer().await?;
+            on_event(&event);
+            match event {
+                ArchiveEvent::Progress { .. } => {}
+                ArchiveEvent::Stripe(stripe) => report.reports.push(stripe),
+                ArchiveEvent::Note(note) => report.notes.push(note),
+                ArchiveEvent::Done { stripes, undropped } => {
+                    report.stripes = stripes;
+                    report.undropped = undropped;
+                    return Ok(report);
+                }
+            }
+        }
+    }
+
+    /// The nodes and what they hold.
+    pub async fn status(&self) -> Result<StatusReport, ClientError> {
+        let directory = self.directory().await?;
+        let hello = self.ask(&Hello {}).await?;
+        let asks = directory.views().map(|view| async {
+            let to = NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };
+            let answer = match view.live {
+                true => self.caller().call(&to, &NodeStatus {}).await.ok(),
+                false => None,
+            };
+            (view.clone(), answer)
+        });
+        let nodes = futures_util::future::join_all(asks).await;
+        let catalogue = hello.catalogue.map(|home| home.name);
+        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch })
+    }
+
+    /// Closes all connections.
+    pub async fn close(&self) {
+        self.inner.transport.close().await;
+    }
+}
+
+/// What the CLI prints under a failure.
+pub(crate) fn hint_for(kind: Kind) -> Option<&'static str> {
+    match kind {
+        Kind::Unavailable | Kind::Timeout => Some("`rapidraid status` shows which nodes are live"),
+        Kind::Busy => Some("try again in a moment"),
+        Kind::Lost => Some("bring back nodes that hold what is missing, then run it again"),
+        Kind::Denied => Some("check that the certificate is of this cluster and of the right role"),
+        _ => None,
+    }
+}

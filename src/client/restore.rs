@@ -1,0 +1,388 @@
+//! Restoring a checkpoint: plan every stripe, refuse if one cannot be read, then stream (docs/semantics.md, 6).
+
+use std::collections::{BTreeSet, HashSet};
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures_util::StreamExt;
+use futures_util::stream::{self, TryStreamExt};
+
+use super::{Client, ClientError, Progress, ProgressFn};
+use crate::format::geometry::StripeCut;
+use crate::format::records::{ShardRoot, ShardState, StripeState};
+use crate::gf::FingerprintKey;
+use crate::id::{Job, ShardName, Step};
+use crate::pipeline::read::{ReadError, Reading, Sink, StripeReader};
+use crate::pipeline::records;
+use crate::store::{Disk, DiskError, DiskFile};
+use crate::units::{GRAIN_BYTES, grains};
+
+/// Stripes planned at once.
+const PLANS_AT_ONCE: usize = 8;
+/// Stripes read at once: each holds up to k streams.
+const STRIPES_AT_ONCE: usize = 2;
+
+/// What to restore, and where to.
+pub struct RestoreRequest {
+    /// The folder that is written to.
+    pub out: Arc<dyn Disk>,
+    /// Overwrite files that exist.
+    pub force: bool,
+    /// Only this shard.
+    pub shard: Option<ShardName>,
+    /// Only these bytes of it; they are written as a file of their own length.
+    pub range: Option<Range<u64>>,
+}
+
+/// What was restored.
+#[derive(Debug, Clone)]
+pub struct RestoreReport {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// How many shards.
+    pub shards: u32,
+    /// Bytes written, or verified.
+    pub len_bytes: u64,
+    /// Stripes read from replicas.
+    pub replica_stripes: u64,
+    /// Stripes decoded from pieces.
+    pub decoded_stripes: u64,
+    /// What went wrong and was survived.
+    pub incidents: Vec<String>,
+}
+
+/// One shard's part of the request.
+struct Part {
+    root: Arc<ShardRoot>,
+    state: ShardState,
+    key: Arc<FingerprintKey>,
+    range: Range<u64>,
+    /// Below the output folder: the temporary name and the final one.
+    temporary: String,
+    path: String,
+}
+
+/// Blocks and grains of one stripe that a range touches.
+struct Slice {
+    stripe: u32,
+    blocks: Vec<u8>,
+    grains: Range<u64>,
+}
+
+struct FileSink {
+    file: Box<dyn DiskFile>,
+    start: u64,
+    done: Arc<dyn Fn(u64) + Send + Sync>,
+}
+
+impl Sink for FileSink {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_at(bytes, offset - self.start).map_err(io::Error::other)?;
+        (self.done)(bytes.len() as u64);
+        Ok(())
+    }
+}
+
+/// Counts what was verified, keeps nothing.
+struct NoSink {
+    done: Arc<dyn Fn(u64) + Send + Sync>,
+}
+
+impl Sink for NoSink {
+    fn write_at(&self, _offset: u64, bytes: &[u8]) -> io::Result<()> {
+        (self.done)(bytes.len() as u64);
+        Ok(())
+    }
+}
+
+/// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
+fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<Slice> {
+    let from = range.start.max(cut.offset_bytes);
+    let to = range.end.min(cut.offset_bytes + cut.len_bytes);
+    if from >= to {
+        return None;
+    }
+    let (from, to) = (from - cut.offset_bytes, to - cut.offset_bytes);
+    let (first, last) = (from / cut.block_bytes, (to - 1) / cut.block_bytes);
+    let grains = if first == last {
+        let inside = first * cut.block_bytes;
+        (from - inside) / GRAIN_BYTES..grains(to - inside)
+    } else {
+        0..cut.grains()
+    };
+    Some(Slice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
+}
+
+impl Client {
+    /// Restores a committed step (`None`: the latest) into a folder. Nothing is written unless everything can be read.
+    pub async fn restore(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        request: RestoreRequest,
+        progress: ProgressFn,
+    ) -> Result<RestoreReport, ClientError> {
+        self.read(job, step, Some(&request), request.shard.as_ref(), request.range.clone(), progress).await
+    }
+
+    /// Reads and verifies a committed step (`None`: the latest) without writing anything.
+    pub async fn verify(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        progress: ProgressFn,
+    ) -> Result<RestoreReport, ClientError> {
+        self.read(job, step, None, None, None, progress).await
+    }
+
+    async fn read(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        output: Option<&RestoreRequest>,
+        shard: Option<&ShardName>,
+        range: Option<Range<u64>>,
+        progress: ProgressFn,
+    ) -> Result<RestoreReport, ClientError> {
+        let found = self.find(job, step).await?;
+        let step = found.step.step;
+        let parts = self.parts(job, step, found.shards, shard, range)?;
+        if let Some(output) = output {
+            check_output(output, &parts)?;
+        }
+        let reading = Arc::new(Reading {
+            caller: self.caller().clone(),
+            workers: self.inner.workers.clone(),
+            directory: self.directory().await?,
+            silent: Mutex::default(),
+            incidents: Mutex::default(),
+        });
+        let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
+        let done = AtomicU64::new(0);
+        let count: Arc<dyn Fn(u64) + Send + Sync> = Arc::new(move |bytes| {
+            let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            progress(Progress { done_bytes, total_bytes });
+        });
+        let planned = self.plan(&reading, &parts).await?;
+        let (mut replica_stripes, mut decoded_stripes) = (0, 0);
+        for (_, _, reader) in planned.iter().flatten() {
+            let slot = if reader.decodes() { &mut decoded_stripes } else { &mut replica_stripes };
+            *slot += 1;
+        }
+        let mut opened = Vec::new();
+        let result = self.deliver(&parts, planned, output, &count, &mut opened).await;
+        if let Some(output) = output {
+            finish_output(output, &parts, &opened, result.is_ok())?;
+        }
+        result?;
+        let incidents = std::mem::take(&mut *reading.incidents.lock().unwrap_or_else(PoisonError::into_inner));
+        let shards = parts.len() as u32;
+        Ok(RestoreReport {
+            job: job.clone(),
+            step,
+            shards,
+            len_bytes: total_bytes,
+            replica_stripes,
+            decoded_stripes,
+            incidents,
+        })
+    }
+
+    fn parts(
+        &self,
+        job: &Job,
+        step: Step,
+        shards: Vec<(ShardRoot, Option<ShardState>)>,
+        only: Option<&ShardName>,
+        range: Option<Range<u64>>,
+    ) -> Result<Vec<Part>, ClientError> {
+        if range.is_some() && only.is_none() && shards.len() > 1 {
+            return Err(ClientError::RangeOfMany);
+        }
+        let mut parts = Vec::new();
+        for (root, state) in shards {
+            if only.is_some_and(|only| *only != root.name) {
+                continue;
+            }
+            let state = state.ok_or(ClientError::Removed { job: job.clone(), step })?;
+            let range = range.clone().unwrap_or(0..root.len_bytes);
+            if range.start > range.end || range.end > root.len_bytes {
+                let (name, len_bytes) = (root.name, root.len_bytes);
+                return Err(ClientError::Range { name, from: range.start, to: range.end, len_bytes });
+            }
+            parts.push(Part {
+                key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
+                temporary: format!(".rapidraid-{}", root.shard),
+                path: root.name.to_string(),
+                root: Arc::new(root),
+                state,
+                range,
+            });
+        }
+        match only {
+            Some(name) if parts.is_empty() => {
+                Err(ClientError::NoShard { job: job.clone(), step, name: name.clone() })
+            }
+            _ => Ok(parts),
+        }
+    }
+
+    /// A reader for each slice of each part; all stripes that cannot be read are reported together.
+    async fn plan(
+        &self,
+        reading: &Arc<Reading>,
+        parts: &[Part],
+    ) -> Result<Vec<Vec<(Vec<u8>, Range<u64>, StripeReader)>>, ClientError> {
+        let (mut lost, mut total) = (Vec::new(), 0);
+        let mut planned = Vec::with_capacity(parts.len());
+        for part in parts {
+            let mut readers = Vec::new();
+            let geometry = part.root.geometry()?;
+            let slices: Vec<Slice> = (0..geometry.stripes())
+                .filter_map(|index| slice(index, &geometry.stripe(index)?, &part.range))
+                .collect();
+            total += slices.len();
+            if !slices.is_empty() {
+                let leaves = records::leaves(&reading.caller, &reading.directory, &part.root).await?;
+                let leaves = &leaves;
+                let mut plans = stream::iter(slices)
+                    .map(|slice| async move {
+                        let reader = self.plan_slice(reading, part, leaves, &slice).await?;
+                        Ok::<_, ClientError>((slice.blocks, slice.grains, reader))
+                    })
+                    .buffered(PLANS_AT_ONCE);
+                while let Some(plan) = plans.next().await {
+                    match plan {
+                        Ok(reader) => readers.push(reader),
+                        Err(ClientError::Read(ReadError::Lost(one))) => lost.push(one),
+                        Err(error) => return Err(error),
+                    }
+                }
+            }
+            planned.push(readers);
+        }
+        if lost.is_empty() { Ok(planned) } else { Err(ClientError::Lost { lost, total }) }
+    }
+
+    async fn plan_slice(
+        &self,
+        reading: &Arc<Reading>,
+        part: &Part,
+        leaves: &crate::format::records::Leaves,
+        slice: &Slice,
+    ) -> Result<StripeReader, ClientError> {
+        let (caller, directory) = (&reading.caller, &reading.directory);
+        let info = records::stripe(caller, directory, &part.root, leaves, slice.stripe).await?;
+        let state = part.state.stripe(slice.stripe).unwrap_or(StripeState::Replicated);
+        let receipt = match state {
+            StripeState::Archived { attempt, .. } => {
+                // Without a receipt the pieces are still there; the decoded bytes are checked all the same.
+                records::receipt(caller, directory, &part.root, &info, attempt).await.ok()
+            }
+            _ => None,
+        };
+        let (root, key) = (part.root.clone(), part.key.clone());
+        let plan = StripeReader::plan(reading.clone(), root, key, info, state, receipt, &slice.blocks);
+        Ok(plan.await?)
+    }
+
+    async fn deliver(
+        &self,
+        parts: &[Part],
+        planned: Vec<Vec<(Vec<u8>, Range<u64>, StripeReader)>>,
+        output: Option<&RestoreRequest>,
+        count: &Arc<dyn Fn(u64) + Send + Sync>,
+        opened: &mut Vec<usize>,
+    ) -> Result<(), ClientError> {
+        let mut work = Vec::new();
+        for (at, (part, readers)) in parts.iter().zip(planned).enumerate() {
+            let sink: Arc<dyn Sink> = match output {
+                Some(output) => {
+                    let failed = |source| ClientError::Output { path: part.path.clone(), source };
+                    // Left by a restore that was killed; the name is this save's, so nobody else's.
+                    let _ = output.out.remove(&part.temporary);
+                    let file = output.out.create_new(&part.temporary).map_err(failed)?;
+                    opened.push(at);
+                    Arc::new(FileSink { file, start: part.range.start, done: count.clone() })
+                }
+                None => Arc::new(NoSink { done: count.clone() }),
+            };
+            work.extend(readers.into_iter().map(|reader| (part, sink.clone(), reader)));
+        }
+        stream::iter(work.into_iter().map(Ok))
+            .try_for_each_concurrent(STRIPES_AT_ONCE, |(part, sink, (blocks, grains, reader))| async move {
+                Ok::<(), ClientError>(reader.read(&blocks, grains, part.range.clone(), sink).await?)
+            })
+            .await
+    }
+}
+
+/// Before anything is written: no file is in the way, and no shard's file is another's folder.
+fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<(), ClientError> {
+    let files: HashSet<&str> = parts.iter().map(|part| part.path.as_str()).collect();
+    for part in parts {
+        let mut parent = part.path.as_str();
+        while let Some((above, _)) = parent.rsplit_once('/') {
+            if files.contains(above) {
+                return Err(ClientError::PathConflict { path: above.to_owned() });
+            }
+            parent = above;
+        }
+        if !output.force && output.out.open(&part.path).is_ok() {
+            return Err(ClientError::FileExists { path: part.path.clone() });
+        }
+    }
+    Ok(())
+}
+
+/// Syncs and renames what is whole; removes the temporary files of what is not.
+fn finish_output(
+    output: &RestoreRequest,
+    parts: &[Part],
+    opened: &[usize],
+    whole: bool,
+) -> Result<(), ClientError> {
+    let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
+    for part in opened.iter().filter_map(|&at| parts.get(at)) {
+        let failed = |source: DiskError| ClientError::Output { path: part.path.clone(), source };
+        if !whole {
+            let _ = output.out.remove(&part.temporary);
+            continue;
+        }
+        let mut above = String::new();
+        for folder in part.path.split('/').rev().skip(1).collect::<Vec<_>>().into_iter().rev() {
+            above = if above.is_empty() { folder.to_owned() } else { format!("{above}/{folder}") };
+            output.out.create_dir(&above).map_err(failed)?;
+            folders.insert(above.clone());
+        }
+        output.out.open(&part.temporary).and_then(|file| file.sync()).map_err(failed)?;
+        output.out.rename(&part.temporary, &part.path).map_err(failed)?;
+    }
+    for folder in folders {
+        let failed = |source| ClientError::Output { path: folder.clone(), source };
+        output.out.sync_dir(&folder).map_err(failed)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::geometry::Geometry;
+
+    #[test]
+    fn a_small_range_is_a_small_read() {
+        let geometry = Geometry::checked(10_000_000, 1 << 20, 6, 4).unwrap();
+        let cut = geometry.stripe(0).unwrap();
+        let one = slice(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
+        assert_eq!((one.blocks, one.grains), (vec![1], 1..2));
+        let two = slice(0, &cut, &(1_048_575..1_048_577)).unwrap();
+        assert_eq!((two.blocks, two.grains), (vec![0, 1], 0..16));
+        assert!(slice(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
+        assert!(slice(0, &cut, &(5..5)).is_none());
+    }
+}

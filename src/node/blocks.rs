@@ -1,0 +1,390 @@
+//! Bulk data: blocks that come in and are forwarded, files that are read, replicas made again, parts of plans.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::Node;
+use super::dispatch::Served;
+use super::failure::failure;
+use crate::budget::{Budget, Reservation};
+use crate::clock::deadline;
+use crate::format::file::{FileKey, FileName};
+use crate::format::records::LAYOUT_STANDARD;
+use crate::format::tree::GrainTree;
+use crate::gf::{Fingerprint, FingerprintKey};
+use crate::id::StripeId;
+use crate::kind::Kind;
+use crate::net::call::{Exchange, address};
+use crate::net::frame::FramedRecv;
+use crate::pipeline::hop::{HopError, STREAM_WINDOW_BYTES};
+use crate::pipeline::run::RunError;
+use crate::plan::Input;
+use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
+use crate::units::MAX_BLOCK_BYTES;
+use crate::wire::calls::{
+    BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read, ReadAnswer, Release,
+    Reserve, Run, Suspect,
+};
+use crate::wire::order::RunReport;
+use crate::wire::{
+    BULK_CHUNK_BYTES, Failure, MAX_FRAME_BYTES, message_to_bytes, parse_message, parse_request,
+};
+
+/// A peer that sends or takes nothing for so long has failed.
+const STALL_LIMIT: Duration = Duration::from_secs(15);
+/// How long a block or a read waits for memory.
+const MEMORY_LIMIT: Duration = Duration::from_secs(10);
+/// What one incoming block works in.
+const PUT_BYTES: u64 = STREAM_WINDOW_BYTES + BLOCK_WRITER_BYTES + 3 * BULK_CHUNK_BYTES as u64;
+/// What one read works in.
+const READ_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
+
+impl Node {
+    async fn memory(&self, share: &Arc<Budget>, bytes: u64) -> Result<Reservation, Failure> {
+        match deadline(&*self.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
+            Ok(Ok(reservation)) => Ok(reservation),
+            Ok(Err(never)) => Err(failure(Kind::Invalid, never.to_string())),
+            Err(_) => Err(failure(
+                Kind::Busy,
+                format!("node {} has no memory free for this now: try again", self.settings.name),
+            )),
+        }
+    }
+
+    async fn next_chunk(&self, recv: &mut FramedRecv, left: u64) -> Result<Bytes, Failure> {
+        let want = left.min(BULK_CHUNK_BYTES as u64) as usize;
+        Ok(deadline(&*self.clock, STALL_LIMIT, recv.read_exact(want)).await??)
+    }
+
+    pub(super) async fn put_block(self: &Arc<Self>, body: &[u8], mut served: Served) {
+        let answer = match parse_request::<PutBlock>(body) {
+            Ok(call) => self.store_block(call, &mut served.recv).await,
+            Err(error) => Err(error.into()),
+        };
+        if let Err(failure) = &answer {
+            tracing::warn!(peer = %served.peer, %failure, "a block was not stored");
+        }
+        let stored = answer.is_ok();
+        if self.answer(&mut served, answer).await {
+            let _ = served.send.finish().await;
+        }
+        if !stored {
+            served.recv.stop(Kind::Invalid.wire_code());
+        }
+    }
+
+    fn check_room(&self, bytes: u64) -> Result<(), Failure> {
+        let space = self.store.space()?;
+        let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
+        let limit = space.total_bytes / 100 * u64::from(self.settings.high_water_percent);
+        if used > limit {
+            let text = format!(
+                "the disk of node {} is over its high-water mark of {} %: archive or remove checkpoints, or add disk",
+                self.settings.name, self.settings.high_water_percent
+            );
+            return Err(failure(Kind::Busy, text));
+        }
+        Ok(())
+    }
+
+    async fn store_block(
+        self: &Arc<Self>,
+        call: PutBlock,
+        recv: &mut FramedRecv,
+    ) -> Result<PutBlockAnswer, Failure> {
+        if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
+            let text = format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
+            return Err(failure(Kind::Invalid, text));
+        }
+        self.admit_write(call.stripe.shard, call.generation).await?;
+        self.check_room(call.len_bytes)?;
+        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
+        let mut forward = match &call.forward {
+            Some(to) => Some(Forward::open(self, to, &call).await),
+            None => None,
+        };
+        let key = Arc::new(FingerprintKey::derive(&call.fingerprint_key));
+        let found: Arc<Mutex<Vec<Fingerprint>>> = Arc::default();
+        let collect = found.clone();
+        let spec = BlockSpec {
+            stripe: call.stripe,
+            block: call.block,
+            layout: LAYOUT_STANDARD,
+            len_bytes: call.len_bytes,
+        };
+        let fingerprint = Box::new(move |_, grain: &[u8]| {
+            // A grain is at most 64 KiB here: the writer cuts it.
+            let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
+            collect.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+        });
+        let mut writer = self.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
+        let mut left = call.len_bytes;
+        while left > 0 {
+            let chunk = self.next_chunk(recv, left).await?;
+            left -= chunk.len() as u64;
+            let forwarding = async {
+                if let Some(forward) = &mut forward {
+                    forward.write(self, chunk.clone()).await;
+                }
+            };
+            let (stored, ()) = tokio::join!(self.write(writer, chunk.clone()), forwarding);
+            writer = stored?;
+        }
+        let frame = deadline(&*self.clock, STALL_LIMIT, recv.read_frame(MAX_FRAME_BYTES)).await??;
+        let missing = || failure(Kind::Invalid, "the block's trailer is missing");
+        let trailer: BlockTrailer = parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
+        if *found.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
+            let text = format!("block {} of stripe {} came with other fingerprints than its sender computed: send it again", call.block, call.stripe);
+            return Err(failure(Kind::Corrupt, text));
+        }
+        let root = trailer.root;
+        let forwarding = async {
+            match forward {
+                Some(forward) => Some(forward.finish(self, &trailer).await),
+                None => None,
+            }
+        };
+        let finishing = self.on_store(move |_| writer.finish(Some(root)));
+        let (stored, forwarded) = tokio::join!(finishing, forwarding);
+        stored?;
+        self.still_wanted(call.stripe).await?;
+        Ok(PutBlockAnswer { forwarded })
+    }
+
+    /// What was written while its save was removed goes again: the sweep may have come before it.
+    async fn still_wanted(&self, stripe: StripeId) -> Result<(), Failure> {
+        if self.is_tombstoned(stripe.shard.save()).await? {
+            self.sweep_save(stripe.shard.save()).await?;
+            return Err(failure(Kind::Fenced, format!("stripe {stripe} was removed meanwhile")));
+        }
+        Ok(())
+    }
+
+    async fn write(&self, mut writer: BlockWriter, chunk: Bytes) -> Result<BlockWriter, Failure> {
+        self.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
+    }
+
+    pub(super) async fn read(self: &Arc<Self>, body: &[u8], mut served: Served) {
+        let prepared = match parse_request::<Read>(body) {
+            Ok(call) => self.open_read(call).await,
+            Err(error) => Err(error.into()),
+        };
+        let (file, answer, mut from, end, _memory) = match prepared {
+            Ok(prepared) => prepared,
+            Err(refusal) => {
+                let _ = self.answer::<()>(&mut served, Err(refusal)).await;
+                return;
+            }
+        };
+        if !self.answer(&mut served, Ok(answer)).await {
+            return;
+        }
+        while from < end {
+            let len = (end - from).min(BULK_CHUNK_BYTES as u64);
+            let source = file.clone();
+            let read = move |_: &crate::store::Store| {
+                let mut chunk = vec![0; len as usize];
+                source.read(from, &mut chunk).map(|()| chunk)
+            };
+            let Ok(chunk) = self.on_store(read).await else {
+                return served.send.reset(Kind::Io.wire_code());
+            };
+            match deadline(&*self.clock, STALL_LIMIT, served.send.write(chunk.into())).await {
+                Ok(Ok(())) => from += len,
+                _ => return served.send.reset(Kind::Timeout.wire_code()),
+            }
+        }
+        let _ = served.send.finish().await;
+    }
+
+    #[allow(clippy::type_complexity)]
+    async fn open_read(
+        &self,
+        call: Read,
+    ) -> Result<(Arc<crate::store::StoredFile>, ReadAnswer, u64, u64, Reservation), Failure> {
+        let key = FileKey { stripe: call.stripe, name: call.file };
+        let memory = self.memory(&self.budgets.restore, READ_BYTES).await?;
+        let file = self.on_store(move |store| store.open_file(key)).await?;
+        let len_bytes = file.info().len_bytes;
+        let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
+        let Some(end) = end else {
+            let text = format!("{key} has {len_bytes} bytes; asked for {} from {}", call.len_bytes, call.from);
+            return Err(failure(Kind::Invalid, text));
+        };
+        let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
+        Ok((Arc::new(file), ReadAnswer { len_bytes, hashes }, call.from, end, memory))
+    }
+
+    pub(super) async fn inspect(&self, call: Inspect) -> Result<Vec<FileView>, Failure> {
+        let files = self.on_store(move |store| store.find(call.stripe)).await?;
+        let view = |info: &crate::store::FileInfo| FileView {
+            file: info.content.name(),
+            len_bytes: info.len_bytes,
+            root: info.root,
+        };
+        Ok(files.iter().map(view).collect())
+    }
+
+    /// Looks at a file that somebody found wrong; sets it aside if it is. Answers whether it was.
+    pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
+        let key = FileKey { stripe: call.stripe, name: call.file };
+        self.on_store(move |store| {
+            let why = match store.open_file(key) {
+                // The index is a cache: removing what is not there corrects it.
+                Err(error) if error.kind() == Kind::NotFound => {
+                    store.remove(key)?;
+                    return Ok(true);
+                }
+                Ok(file) => match file.scrub().as_slice() {
+                    [] => return Ok(false),
+                    damaged => format!("grains {damaged:?} are damaged"),
+                },
+                Err(error) if error.kind() == Kind::Corrupt => error.to_string(),
+                Err(error) => return Err(Failure::from(error)),
+            };
+            store.quarantine(key, &why)?;
+            Ok(true)
+        })
+        .await
+    }
+
+    pub(super) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
+        self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
+        if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
+            return Err(failure(Kind::Invalid, format!("a block of {} bytes", call.len_bytes)));
+        }
+        self.check_room(call.len_bytes)?;
+        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
+        let key = FileKey::replica(call.stripe, call.block);
+        let read = Read {
+            stripe: call.stripe,
+            file: key.name,
+            from: 0,
+            len_bytes: call.len_bytes,
+            hashes: true,
+        };
+        let to = address(&call.from);
+        let mut exchange = self.caller.open(&to, &read).await?;
+        exchange.finish().await?;
+        let answer: ReadAnswer = deadline(&*self.clock, STALL_LIMIT, exchange.answer()).await??;
+        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)?;
+        if tree.root() != call.root || answer.len_bytes != call.len_bytes {
+            let text = format!("{key} on node {} is not the block of the record", call.from.name);
+            return Err(failure(Kind::Corrupt, text));
+        }
+        let spec = BlockSpec {
+            stripe: call.stripe,
+            block: call.block,
+            layout: LAYOUT_STANDARD,
+            len_bytes: call.len_bytes,
+        };
+        // What lies there under the name is missing or was found wrong: the good copy takes the name.
+        let suspect = Suspect { stripe: call.stripe, file: key.name };
+        let _ = self.suspect(suspect).await;
+        let mut writer = self.on_store(move |store| store.write_block(spec, None)).await?;
+        let mut left = call.len_bytes;
+        while left > 0 {
+            let chunk = self.next_chunk(&mut exchange.recv, left).await?;
+            left -= chunk.len() as u64;
+            writer = self.write(writer, chunk).await?;
+        }
+        self.on_store(move |_| writer.finish(Some(call.root))).await?;
+        Ok(())
+    }
+
+    pub(super) async fn reserve(&self, call: Reserve) -> Result<(), Failure> {
+        let order = call.order;
+        self.admit_order(order.stripe.shard, order.generation, order.coordinator).await?;
+        let pieces = order.hops.iter().any(|hop| {
+            hop.outputs.iter().any(|output| matches!(output.output, crate::plan::Output::Store(_)))
+        });
+        let space = self.store.space()?;
+        if pieces && space.free_bytes < 2 * order.cut.block_bytes {
+            let text = format!("the disk of node {} has no room for a piece", self.settings.name);
+            return Err(failure(Kind::Busy, text));
+        }
+        Ok(self.runs.reserve(order).await?)
+    }
+
+    pub(super) async fn run(&self, call: Run) -> Result<RunReport, Failure> {
+        let Some((stripe, blocks)) = self.runs.inputs(call.run) else {
+            return Err(RunError::Unknown.into());
+        };
+        let result = self.runs.run(call.run).await;
+        self.still_wanted(stripe).await?;
+        if let Err(error) = &result {
+            tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
+            let rotten = match error {
+                RunError::Hop { source: HopError::Corrupt { input: Input::Block(block), .. }, .. } => vec![*block],
+                RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
+                _ => Vec::new(),
+            };
+            for block in rotten {
+                // A rotten replica is set aside, so that the coordinator finds it missing and makes it again.
+                let file = FileName::Replica { block };
+                let _ = self.suspect(Suspect { stripe, file }).await;
+            }
+        }
+        Ok(result?)
+    }
+
+    pub(super) async fn release(&self, call: Release) -> Result<(), Failure> {
+        self.runs.release(call.run);
+        Ok(())
+    }
+}
+
+/// A block on its way to its second holder. It fails for itself: the first copy is stored all the same.
+struct Forward {
+    exchange: Result<Exchange, String>,
+}
+
+impl Forward {
+    async fn open(node: &Node, to: &crate::wire::NodeAddress, call: &PutBlock) -> Self {
+        let call = PutBlock { forward: None, ..call.clone() };
+        let open = deadline(&*node.clock, STALL_LIMIT, node.caller.open(&address(to), &call)).await;
+        let exchange = match open {
+            Ok(Ok(exchange)) => Ok(exchange),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(late) => Err(format!("{}: {late}", to.name)),
+        };
+        Self { exchange }
+    }
+
+    async fn write(&mut self, node: &Node, chunk: Bytes) {
+        if let Ok(exchange) = &mut self.exchange {
+            let failed = match deadline(&*node.clock, STALL_LIMIT, exchange.write(chunk)).await {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => error.to_string(),
+                Err(late) => late.to_string(),
+            };
+            self.exchange = Err(self.explain(node, failed).await);
+        }
+    }
+
+    /// A holder that refuses says why before it stops the stream.
+    async fn explain(&mut self, node: &Node, failed: String) -> String {
+        let Ok(exchange) = &mut self.exchange else { return failed };
+        match deadline(&*node.clock, Duration::from_secs(1), exchange.answer::<PutBlockAnswer>()).await {
+            Ok(Err(error)) if !error.is_unanswered() => error.to_string(),
+            _ => failed,
+        }
+    }
+
+    async fn finish(self, node: &Node, trailer: &BlockTrailer) -> Result<(), String> {
+        let mut exchange = self.exchange?;
+        let frame = message_to_bytes(trailer, "a block's trailer").map_err(|error| error.to_string())?;
+        let work = async {
+            exchange.write_frame(frame).await?;
+            exchange.finish().await?;
+            exchange.answer::<PutBlockAnswer>().await
+        };
+        match deadline(&*node.clock, STALL_LIMIT, work).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(late) => Err(late.to_string()),
+        }
+    }
+}

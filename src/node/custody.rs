@@ -1,0 +1,203 @@
+//! What a node does unasked: it registers and keeps its lease, answers for the catalogue if it hosts it, and the host finishes
+//! removals and saves that were left half done.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use super::Node;
+use super::failure::failure;
+use super::gateway::renewal;
+use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
+use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
+use crate::format::records::{Checkpoint, RemoveReason, Removing, Writing};
+use crate::id::{Job, LeaseId, SaveId, Step};
+use crate::kind::Kind;
+use crate::wire::Failure;
+use crate::wire::calls::{
+    CatalogueGet, CatalogueList, CatalogueSet, HelloAnswer, LeaseRevoke, LeaseTouch, NodeStatusAnswer,
+    Register, RegisterAnswer, SetAnswer,
+};
+
+impl Node {
+    pub(super) async fn hello(&self) -> Result<HelloAnswer, Failure> {
+        let epoch = self.local.as_ref().map_or(self.store.epoch(), |local| local.epoch());
+        Ok(HelloAnswer {
+            cluster: self.settings.cluster,
+            node: self.settings.name.clone(),
+            epoch: epoch.max(self.store.epoch()),
+            catalogue: self.catalogue_home(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        })
+    }
+
+    pub(super) async fn status(&self) -> Result<NodeStatusAnswer, Failure> {
+        let totals = self.store.totals();
+        let space = self.store.space()?;
+        let budgets = [
+            ("archive", &self.budgets.archive),
+            ("save", &self.budgets.save),
+            ("restore", &self.budgets.restore),
+        ];
+        let mut notes = Vec::new();
+        if totals.quarantined > 0 {
+            notes.push(format!("{} files are in quarantine", totals.quarantined));
+        }
+        Ok(NodeStatusAnswer {
+            replicas: (totals.replica_files, totals.replica_bytes),
+            pieces: (totals.piece_files, totals.piece_bytes),
+            record_bytes: totals.small_bytes,
+            quarantined: totals.quarantined,
+            disk: (space.total_bytes, space.free_bytes),
+            budgets: budgets
+                .map(|(name, share)| {
+                    (name.to_owned(), share.used_bytes(), share.peak_bytes(), share.total_bytes())
+                })
+                .to_vec(),
+            peak_memory_bytes: crate::clock::peak_memory_bytes(),
+            segmentation_offload: self.segmentation_offload,
+            catalogue: self.local.is_some(),
+            notes,
+        })
+    }
+
+    /// Registers, again and again, for as long as the node runs.
+    pub(super) async fn keep_registered(self: Arc<Self>) {
+        let mut told = false;
+        loop {
+            match self.catalogue().register(&self.record()).await {
+                Ok(answer) => {
+                    if let Err(error) = self.on_store(move |store| store.raise_epoch(answer.epoch)).await {
+                        tracing::error!(%error, "the catalogue that was found is of an epoch that is over");
+                    }
+                    if !told {
+                        tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
+                    }
+                    told = true;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "not registered");
+                    told = false;
+                }
+            }
+            self.clock.sleep(renewal(self.settings.lease)).await;
+        }
+    }
+
+    fn hosted(&self) -> Result<&dyn Catalogue, Failure> {
+        match &self.local {
+            Some(local) => Ok(&**local),
+            None => Err(failure(Kind::Unavailable, "this node does not host the catalogue")),
+        }
+    }
+
+    pub(super) async fn register(&self, call: Register) -> Result<RegisterAnswer, Failure> {
+        Ok(self.hosted()?.register(&call.node).await?)
+    }
+
+    pub(super) async fn catalogue_get(
+        &self,
+        call: CatalogueGet,
+    ) -> Result<Option<(Vec<u8>, u64)>, Failure> {
+        let entry = self.hosted()?.get(&call.key).await?;
+        Ok(entry.map(|entry| (entry.value, entry.revision)))
+    }
+
+    pub(super) async fn catalogue_set(&self, call: CatalogueSet) -> Result<SetAnswer, Failure> {
+        let outcome = self.hosted()?.set(&call.key, call.expected, call.value).await?;
+        Ok(match outcome {
+            SetOutcome::Set(revision) => SetAnswer::Set(revision),
+            SetOutcome::Other(entry) => {
+                SetAnswer::Other(entry.map(|entry| (entry.value, entry.revision)))
+            }
+        })
+    }
+
+    pub(super) async fn catalogue_list(
+        &self,
+        call: CatalogueList,
+    ) -> Result<Vec<(String, Vec<u8>, u64)>, Failure> {
+        let page = self.hosted()?.list(&call.prefix, call.after.as_deref(), call.limit).await?;
+        Ok(page.into_iter().map(|(key, entry)| (key, entry.value, entry.revision)).collect())
+    }
+
+    pub(super) async fn lease_grant(&self) -> Result<(LeaseId, u64), Failure> {
+        let (lease, period) = self.hosted()?.lease_grant().await?;
+        Ok((lease, period.as_millis() as u64))
+    }
+
+    pub(super) async fn lease_touch(&self, call: LeaseTouch) -> Result<bool, Failure> {
+        Ok(self.hosted()?.lease_touch(call.lease, call.keep).await?)
+    }
+
+    pub(super) async fn lease_revoke(&self, call: LeaseRevoke) -> Result<(), Failure> {
+        Ok(self.hosted()?.lease_revoke(call.lease).await?)
+    }
+
+    /// The catalogue's host finishes what others left: removals, saves whose client is gone, saves that were decided and not published.
+    pub(super) async fn collect(self: Arc<Self>) {
+        let mut decided = HashSet::new();
+        loop {
+            self.clock.sleep(self.settings.lease).await;
+            if let Err(error) = self.collect_once(&mut decided).await {
+                tracing::warn!(%error, "collecting what was left half done");
+            }
+        }
+    }
+
+    async fn collect_once(self: &Arc<Self>, decided: &mut HashSet<SaveId>) -> Result<(), Failure> {
+        let catalogue = self.catalogue();
+        let mut still = HashSet::new();
+        let mut after: Option<String> = None;
+        loop {
+            let page = catalogue.list(CHECKPOINTS, after.as_deref(), MAX_PAGE).await?;
+            let Some((last, _)) = page.last() else { break };
+            after = Some(last.clone());
+            for (key, entry) in &page {
+                let checkpoint: Checkpoint = parse(key, &entry.value)?;
+                let Some((job, step)) = parse_checkpoint_key(key) else { continue };
+                match checkpoint.writing {
+                    Some(Writing::Open { save, lease, .. }) if !catalogue.lease_touch(lease, false).await? => {
+                        self.abandon(&*catalogue, &job, step, save, lease).await?;
+                    }
+                    // Seen twice in a row: its gateway is gone, or is at it; publishing twice does no harm.
+                    Some(Writing::Decided { saved }) if decided.contains(&saved.save) => {
+                        self.publish(&job, step, saved).await?;
+                    }
+                    Some(Writing::Decided { saved }) => {
+                        still.insert(saved.save);
+                    }
+                    _ => {}
+                }
+                for removing in &checkpoint.removing {
+                    if let Err(error) = self.removal(&job, step, removing).await {
+                        tracing::info!(%job, %step, %error, "a removal goes on later");
+                    }
+                }
+            }
+        }
+        *decided = still;
+        Ok(())
+    }
+
+    async fn abandon(
+        &self,
+        catalogue: &dyn Catalogue,
+        job: &Job,
+        step: Step,
+        of: SaveId,
+        over: LeaseId,
+    ) -> Result<(), Failure> {
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, lease }) if save == of && lease == over => {
+                    let reason = RemoveReason::Aborted;
+                    checkpoint.removing.push(Removing { save, generation, reason });
+                    Ok(Some(checkpoint))
+                }
+                _ => Ok(None),
+            }
+        };
+        update(catalogue, &checkpoint_key(job, step), change).await?;
+        Ok(())
+    }
+}

@@ -1,0 +1,169 @@
+//! A node on the real machine: its disk, its UDP port, the system's clock and randomness.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::{Node, NodeParts, NodeSettings};
+use crate::catalogue::CatalogueError;
+use crate::clock::SystemClock;
+use crate::config::NodeConfig;
+use crate::entropy::SystemEntropy;
+use crate::id::Epoch;
+use crate::kind::Kind;
+use crate::net::NetError;
+use crate::net::identity::Identity;
+use crate::net::quic::{QuicTransport, TransportLimits};
+use crate::pipeline::hop::STREAM_WINDOW_BYTES;
+use crate::pipeline::workers::Workers;
+use crate::store::kv::Opened;
+use crate::store::{Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, RealDisk, SledKv, Store, StoreError};
+
+/// The folder of the catalogue's map, in the data folder of the node that hosts it.
+const CATALOGUE_DIR: &str = "catalogue";
+/// sled's caches, inside the eighth of the budget that is nobody's share.
+const INDEX_CACHE_BYTES: u64 = 4 << 20;
+/// Threads for blocking work.
+const WORKERS: usize = 8;
+
+/// A daemon cannot start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NodeError {
+    /// The certificate is another node's.
+    #[error("the certificate is for {certificate}, the configuration for {configured}: use the folder that `rapidraid cluster init` made for this node")]
+    Identity {
+        /// Whom the certificate names.
+        certificate: String,
+        /// Whom the configuration names.
+        configured: String,
+    },
+    /// The store did not open.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The catalogue's map did not open.
+    #[error(transparent)]
+    Kv(#[from] KvError),
+    /// The catalogue's map is not the one that was there.
+    #[error("the catalogue of this cluster is not in the data folder any more ({opened}): put its folder `catalogue` back from a backup; nothing was started and nothing is deleted")]
+    CatalogueGone {
+        /// What was found instead.
+        opened: String,
+    },
+    /// The network did not.
+    #[error(transparent)]
+    Net(#[from] NetError),
+    /// The catalogue did not.
+    #[error(transparent)]
+    Catalogue(#[from] CatalogueError),
+}
+
+impl NodeError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            NodeError::Identity { .. } => Kind::Invalid,
+            NodeError::Store(error) => error.kind(),
+            NodeError::Kv(error) => error.kind(),
+            NodeError::CatalogueGone { .. } => Kind::Lost,
+            NodeError::Net(error) => error.kind(),
+            NodeError::Catalogue(error) => error.kind(),
+        }
+    }
+}
+
+/// A running node.
+pub struct Daemon {
+    node: Arc<Node>,
+    address: SocketAddr,
+}
+
+fn limits() -> TransportLimits {
+    TransportLimits {
+        stream_window_bytes: STREAM_WINDOW_BYTES as u32,
+        connection_window_bytes: 8 << 20,
+        send_window_bytes: 4 << 20,
+        ..TransportLimits::default()
+    }
+}
+
+impl Daemon {
+    /// Starts the daemon of `config`, as `identity`.
+    pub async fn start(config: NodeConfig, identity: Identity) -> Result<Self, NodeError> {
+        let membership = &config.membership;
+        if *identity.name() != membership.name || identity.cluster() != membership.cluster {
+            let name = |name, cluster| format!("{name} of cluster {cluster}");
+            return Err(NodeError::Identity {
+                certificate: name(identity.name(), identity.cluster()),
+                configured: name(&membership.name, membership.cluster),
+            });
+        }
+        let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
+        let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
+        let (index, _) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), INDEX_CACHE_BYTES)?;
+        let catalogue = if config.serve_catalogue {
+            Some(SledKv::open(&lock, &disk.root().join(CATALOGUE_DIR), INDEX_CACHE_BYTES)?)
+        } else {
+            None
+        };
+        let (store, found) =
+            Store::open(Arc::new(disk), lock, Arc::new(index), membership.cluster, &membership.name)?;
+        tracing::info!(?found, "data folder opened");
+        let catalogue_kv = match catalogue {
+            // A node that has seen an epoch was part of a cluster: an empty catalogue would only seem to be its own.
+            Some((_, opened)) if opened != Opened::Recovered && store.epoch() > Epoch::default() => {
+                return Err(NodeError::CatalogueGone { opened: format!("{opened:?}") });
+            }
+            Some((kv, _)) => Some(Arc::new(kv) as Arc<dyn Kv>),
+            None => None,
+        };
+        let clock = SystemClock::new();
+        let transport =
+            QuicTransport::listen(config.listen, &identity, &limits(), clock.clone()).await?;
+        let address = transport.local_addr()?;
+        let segmentation_offload = transport.segmentation_offload();
+        let settings = NodeSettings {
+            cluster: membership.cluster,
+            name: membership.name.clone(),
+            advertise: config.advertise.to_string(),
+            zone: config.zone.clone().unwrap_or_default(),
+            rack: config.rack.clone().unwrap_or_default(),
+            storage: config.storage,
+            seeds: membership.seeds.iter().map(ToString::to_string).collect(),
+            codes: config.codes.iter().map(|code| (code.n, code.k)).collect(),
+            block_bytes: config.block_bytes,
+            memory_bytes: config.memory_bytes,
+            high_water_percent: config.high_water_percent,
+            lease: config.timeouts.lease,
+        };
+        let parts = NodeParts {
+            store,
+            catalogue_kv,
+            transport: Arc::new(transport),
+            clock,
+            entropy: Arc::new(SystemEntropy),
+            workers: Workers::new(WORKERS),
+            segmentation_offload,
+        };
+        Ok(Self { node: Node::start(settings, parts)?, address })
+    }
+
+    /// The address that it listens on.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The node.
+    pub fn node(&self) -> &Arc<Node> {
+        &self.node
+    }
+
+    /// Returns when the daemon has stopped serving.
+    pub async fn stopped(&self) {
+        self.node.stop.cancelled().await;
+    }
+
+    /// Stops it; returns when all that ran has ended.
+    pub async fn stop(&self) {
+        self.node.stop().await;
+    }
+}

@@ -1,0 +1,228 @@
+//! Connections and calls: who is there, may they ask this, who answers.
+//!
+//! Every wait for a peer has a limit, every connection a bounded number of calls, and an answer is written before the next
+//! one is read on the same stream (there is one call a stream).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use super::Node;
+use super::failure::failure;
+use crate::clock::deadline;
+use crate::kind::Kind;
+use crate::net::frame::{FramedRecv, write_frame};
+use crate::net::{Connection, Peer, RecvStream, Role, SendStream};
+use crate::wire::calls::{
+    ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Commit, Drop, Fetch,
+    GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List, NodeStatus,
+    Nodes, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Register,
+    Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
+};
+use crate::wire::{
+    Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, answer_to_bytes, parse_message,
+    parse_request, split_request,
+};
+
+/// A peer that opens a stream says what it wants within this.
+const REQUEST_LIMIT: Duration = Duration::from_secs(10);
+/// A peer takes an answer within this.
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// Calls of one connection at once.
+const CALLS_AT_ONCE: usize = 256;
+
+/// An open call on the serving side.
+pub(super) struct Served {
+    /// Who asks.
+    pub peer: Peer,
+    /// Answers go here.
+    pub send: Box<dyn SendStream>,
+    /// Bulk bytes of the request come from here.
+    pub recv: FramedRecv,
+}
+
+impl Node {
+    pub(super) async fn accept(self: Arc<Self>) {
+        while let Some(connection) = self.transport.accept().await {
+            let node = self.clone();
+            self.spawn(|_| node.serve(connection));
+        }
+    }
+
+    async fn serve(self: Arc<Self>, connection: Arc<dyn Connection>) {
+        let peer = connection.peer().clone();
+        tracing::debug!(%peer, "connected");
+        let slots = Arc::new(Semaphore::new(CALLS_AT_ONCE));
+        loop {
+            tokio::select! {
+                stream = connection.accept_bi() => {
+                    let Ok((send, recv)) = stream else { break };
+                    let Ok(slot) = slots.clone().acquire_owned().await else { break };
+                    let (node, peer, connection) = (self.clone(), peer.clone(), connection.clone());
+                    self.spawn(|_| async move {
+                        let served = Served { peer, send, recv: FramedRecv::new(recv) };
+                        tokio::select! {
+                            () = node.call(served) => {}
+                            () = connection.closed() => {}
+                        }
+                        drop(slot);
+                    });
+                }
+                stream = connection.accept_uni() => {
+                    let Ok(stream) = stream else { break };
+                    let (node, peer) = (self.clone(), peer.clone());
+                    self.spawn(|_| async move { node.stream(&peer, stream).await });
+                }
+            }
+        }
+        tracing::debug!(%peer, "disconnected");
+    }
+
+    /// A hop's stream: only nodes send them, and only to a hop that waits for one.
+    async fn stream(&self, peer: &Peer, mut stream: Box<dyn RecvStream>) {
+        if peer.role != Role::Node {
+            tracing::warn!(%peer, "a client opened a hop's stream");
+            stream.stop(Kind::Denied.wire_code());
+            return;
+        }
+        let mut stream = FramedRecv::new(stream);
+        let frame = deadline(&*self.clock, REQUEST_LIMIT, stream.read_frame(MAX_FRAME_BYTES)).await;
+        let header = match frame {
+            Ok(Ok(Some(frame))) => parse_message::<StreamHeader>(&frame, "a stream header").ok(),
+            _ => None,
+        };
+        match header {
+            Some(header) => self.runs.arrived(&header, stream),
+            None => stream.stop(Kind::Invalid.wire_code()),
+        }
+    }
+
+    async fn call(self: &Arc<Self>, mut served: Served) {
+        let read = deadline(&*self.clock, REQUEST_LIMIT, served.recv.read_frame(MAX_FRAME_BYTES)).await;
+        let frame = match read {
+            Ok(Ok(Some(frame))) => frame,
+            Ok(Ok(None)) => return,
+            Ok(Err(error)) => {
+                tracing::warn!(peer = %served.peer, %error, "a request did not come through");
+                let refusal = failure(error.kind(), error.to_string());
+                return self.refuse(served, refusal).await;
+            }
+            Err(_) => return served.recv.stop(Kind::Timeout.wire_code()),
+        };
+        let (number, body) = match split_request(&frame) {
+            Ok(split) => split,
+            Err(error) => return self.refuse(served, error.into()).await,
+        };
+        let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
+            let unknown = format!("call {number} is unknown here: the peer speaks a newer version");
+            return self.refuse(served, failure(Kind::Invalid, unknown)).await;
+        };
+        if *who == Who::Nodes && served.peer.role != Role::Node {
+            tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
+            let denied = format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
+            return self.refuse(served, failure(Kind::Denied, denied)).await;
+        }
+        self.dispatch(number, body, served).await;
+    }
+
+    async fn refuse(&self, mut served: Served, refusal: Failure) {
+        let _ = self.answer::<()>(&mut served, Err(refusal)).await;
+        served.recv.stop(Kind::Invalid.wire_code());
+    }
+
+    /// Writes an answer. `false`: the peer is gone.
+    pub(super) async fn answer<C: serde::Serialize>(
+        &self,
+        served: &mut Served,
+        answer: Result<C, Failure>,
+    ) -> bool {
+        let bytes = match answer_to_bytes(&answer) {
+            Ok(bytes) => bytes,
+            Err(error) => match answer_to_bytes::<()>(&Err(error.into())) {
+                Ok(bytes) => bytes,
+                Err(_) => return false,
+            },
+        };
+        let write = write_frame(&mut *served.send, MAX_FRAME_BYTES, bytes.into());
+        matches!(deadline(&*self.clock, ANSWER_LIMIT, write).await, Ok(Ok(())))
+    }
+
+    /// Parses, works, answers. The work ends when the caller resets its stream.
+    async fn reply<C, F>(self: &Arc<Self>, body: &[u8], mut served: Served, work: impl FnOnce(C) -> F)
+    where
+        C: Call,
+        F: Future<Output = Result<C::Answer, Failure>>,
+    {
+        let call = match parse_request::<C>(body) {
+            Ok(call) => call,
+            Err(error) => return self.refuse(served, error.into()).await,
+        };
+        let work = work(call);
+        tokio::pin!(work);
+        let answer = tokio::select! {
+            answer = &mut work => answer,
+            // A clean end says only that the request is complete; a reset says that nobody waits any more.
+            ended = served.recv.at_end() => match ended {
+                Ok(_) => work.await,
+                Err(_) => return tracing::debug!(peer = %served.peer, call = C::NAME, "given up by its caller"),
+            },
+        };
+        if let Err(failure) = &answer {
+            tracing::debug!(peer = %served.peer, call = C::NAME, %failure, "refused or failed");
+        }
+        if self.answer(&mut served, answer).await {
+            let _ = served.send.finish().await;
+        }
+    }
+
+    async fn dispatch(self: &Arc<Self>, number: u8, body: &[u8], served: Served) {
+        macro_rules! reply {
+            ($call:ident => $work:expr) => {
+                self.reply::<$call, _>(body, served, $work).await
+            };
+        }
+        match number {
+            Hello::NUMBER => reply!(Hello => |_| self.hello()),
+            Begin::NUMBER => reply!(Begin => |call| self.begin(call)),
+            Keep::NUMBER => reply!(Keep => |call| self.keep(call)),
+            Seal::NUMBER => reply!(Seal => |call| self.seal(call)),
+            Commit::NUMBER => reply!(Commit => |call| self.commit(call)),
+            Abort::NUMBER => reply!(Abort => |call| self.abort(call)),
+            Remove::NUMBER => reply!(Remove => |call| self.remove(call)),
+            List::NUMBER => reply!(List => |call| self.list(call)),
+            Show::NUMBER => reply!(Show => |call| self.show(call)),
+            GetState::NUMBER => reply!(GetState => |call| self.get_state(call)),
+            Nodes::NUMBER => reply!(Nodes => |_| self.nodes()),
+            NodeStatus::NUMBER => reply!(NodeStatus => |_| self.status()),
+            PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
+            GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
+            Inspect::NUMBER => reply!(Inspect => |call| self.inspect(call)),
+            Suspect::NUMBER => reply!(Suspect => |call| self.suspect(call)),
+            Register::NUMBER => reply!(Register => |call| self.register(call)),
+            CatalogueGet::NUMBER => reply!(CatalogueGet => |call| self.catalogue_get(call)),
+            CatalogueSet::NUMBER => reply!(CatalogueSet => |call| self.catalogue_set(call)),
+            CatalogueList::NUMBER => reply!(CatalogueList => |call| self.catalogue_list(call)),
+            LeaseGrant::NUMBER => reply!(LeaseGrant => |_| self.lease_grant()),
+            LeaseTouch::NUMBER => reply!(LeaseTouch => |call| self.lease_touch(call)),
+            LeaseRevoke::NUMBER => reply!(LeaseRevoke => |call| self.lease_revoke(call)),
+            Reserve::NUMBER => reply!(Reserve => |call| self.reserve(call)),
+            Run::NUMBER => reply!(Run => |call| self.run(call)),
+            Release::NUMBER => reply!(Release => |call| self.release(call)),
+            PutMark::NUMBER => reply!(PutMark => |call| self.put_mark(call)),
+            PutReceipt::NUMBER => reply!(PutReceipt => |call| self.put_receipt(call)),
+            PutTombstone::NUMBER => reply!(PutTombstone => |call| self.put_tombstone(call)),
+            Drop::NUMBER => reply!(Drop => |call| self.drop_replicas(call)),
+            Fetch::NUMBER => reply!(Fetch => |call| self.fetch(call)),
+            PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
+            Sweep::NUMBER => reply!(Sweep => |call| self.sweep(call)),
+            Archive::NUMBER => self.archive(body, served).await,
+            PutBlock::NUMBER => self.put_block(body, served).await,
+            Read::NUMBER => self.read(body, served).await,
+            _ => {
+                let unknown = format!("call {number} has no handler here");
+                self.refuse(served, failure(Kind::Internal, unknown)).await;
+            }
+        }
+    }
+}

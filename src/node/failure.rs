@@ -1,0 +1,54 @@
+//! From our errors to what a caller is told.
+
+use crate::catalogue::CatalogueError;
+use crate::clock::Elapsed;
+use crate::format::FormatError;
+use crate::format::geometry::GeometryError;
+use crate::kind::Kind;
+use crate::net::NetError;
+use crate::net::call::CallError;
+use crate::pipeline::archive::ArchiveError;
+use crate::pipeline::records::RecordsError;
+use crate::pipeline::run::RunError;
+use crate::pipeline::workers::WorkerDied;
+use crate::store::StoreError;
+use crate::wire::{Failure, WireError};
+
+macro_rules! failures {
+    ($($error:ty),* $(,)?) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                Self { kind: error.kind(), message: error.to_string() }
+            }
+        })*
+    };
+}
+failures!(
+    CatalogueError, FormatError, GeometryError, NetError, ArchiveError, RecordsError, RunError, StoreError, WireError,
+);
+
+impl From<CallError> for Failure {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Failed(failure) => failure,
+            other => Self { kind: other.kind(), message: other.to_string() },
+        }
+    }
+}
+
+impl From<WorkerDied> for Failure {
+    fn from(error: WorkerDied) -> Self {
+        Self { kind: Kind::Internal, message: error.to_string() }
+    }
+}
+
+impl From<Elapsed> for Failure {
+    fn from(error: Elapsed) -> Self {
+        Self { kind: Kind::Timeout, message: error.to_string() }
+    }
+}
+
+/// A failure with words of its own.
+pub(super) fn failure(kind: Kind, message: impl Into<String>) -> Failure {
+    Failure { kind, message: message.into() }
+}

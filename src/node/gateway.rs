@@ -1,0 +1,473 @@
+//! What clients ask of any node: begin, seal, commit and abort a save; archive, list, show.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use tokio::sync::mpsc;
+
+use super::Node;
+use super::dispatch::Served;
+use super::failure::failure;
+use crate::catalogue::records::{
+    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key, state_key, update,
+    write,
+};
+use crate::catalogue::{Catalogue, MAX_PAGE};
+use crate::format::records::{
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing, Saved,
+    ShardRoot, ShardState, Writing,
+};
+use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::kind::Kind;
+use crate::pipeline::archive::shard_roots;
+use crate::topology::Directory;
+use crate::wire::calls::{
+    Abort, Archive, ArchiveEvent, Begin, BeginAnswer, Commit, GetState, Keep, List, ListAnswer,
+    NodeView, PutMark, Remove, RemoveAnswer, Seal, Show, ShowAnswer, StepView,
+};
+use crate::wire::{Failure, parse_request};
+
+/// Removed saves that one step may have pending.
+const MAX_REMOVING: usize = 32;
+/// The most shards of one save.
+const MAX_SHARDS: u32 = 65_536;
+/// Shards in one page of an answer.
+const SHARDS_PER_PAGE: usize = 128;
+/// Marks written at once.
+const MARKS_AT_ONCE: usize = 32;
+/// Events kept for a client that watches an archiving.
+const EVENTS: usize = 64;
+
+fn committed(job: &Job, step: Step) -> Failure {
+    failure(Kind::Exists, format!("{job}/{step} is committed: save another step, or use --replace"))
+}
+
+fn not_committed(job: &Job, step: Step) -> Failure {
+    failure(Kind::NotFound, format!("{job}/{step} is not committed: `rapidraid ls` shows what is"))
+}
+
+impl Node {
+    async fn directory(&self) -> Result<Directory, Failure> {
+        Ok(Directory::new(self.catalogue().nodes().await?))
+    }
+
+    /// The first configured code for which enough nodes are live.
+    fn choose_code(&self, live: usize) -> Result<(u8, u8), Failure> {
+        let fits = self.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
+        fits.copied().ok_or_else(|| {
+            let smallest = self.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
+            let text = format!(
+                "{live} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
+            );
+            failure(Kind::Unavailable, text)
+        })
+    }
+
+    pub(super) async fn begin(self: &Arc<Self>, call: Begin) -> Result<BeginAnswer, Failure> {
+        let catalogue = self.catalogue();
+        let mut nodes = self.directory().await?.live_storage();
+        let (n, k) = self.choose_code(nodes.len())?;
+        nodes.truncate(MAX_RING);
+        let (lease, period) = catalogue.lease_grant().await?;
+        let mut bytes = [0; 12];
+        self.entropy.fill(&mut bytes);
+        let save = SaveId(bytes);
+        let begun = self.open_save(&*catalogue, &call, save, lease).await;
+        let generation = match begun {
+            Ok(generation) => generation,
+            Err(error) => {
+                catalogue.lease_revoke(lease).await?;
+                return Err(error);
+            }
+        };
+        Ok(BeginAnswer {
+            save,
+            generation,
+            lease,
+            lease_ms: period.as_millis() as u64,
+            n,
+            k,
+            block_bytes: self.settings.block_bytes,
+            nodes,
+        })
+    }
+
+    async fn open_save(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &Begin,
+        save: SaveId,
+        lease: LeaseId,
+    ) -> Result<Generation, Failure> {
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read::<Checkpoint>(catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let mut aborted = None;
+            match checkpoint.writing.take() {
+                Some(Writing::Open { lease: other, .. })
+                    if catalogue.lease_touch(other, false).await? =>
+                {
+                    let text = format!("{}/{} is being saved by another client: wait for it, or save another step", call.job, call.step);
+                    return Err(failure(Kind::Exists, text));
+                }
+                Some(Writing::Open { save, generation, .. }) => {
+                    aborted = Some(Removing { save, generation, reason: RemoveReason::Aborted });
+                }
+                Some(Writing::Decided { saved }) => {
+                    self.publish(&call.job, call.step, saved).await?;
+                    current = read(catalogue, &key).await?;
+                    continue;
+                }
+                None => {}
+            }
+            if checkpoint.committed.is_some() && !call.replace {
+                return Err(committed(&call.job, call.step));
+            }
+            if checkpoint.removing.len() >= MAX_REMOVING {
+                let text = format!("{}/{} waits for nodes to remove older saves: start the nodes that are down", call.job, call.step);
+                return Err(failure(Kind::Busy, text));
+            }
+            let seen = [
+                checkpoint.committed.as_ref().map(|saved| saved.generation),
+                aborted.as_ref().map(|removing| removing.generation),
+                checkpoint.removing.iter().map(|removing| removing.generation).max(),
+            ];
+            let newest = seen.into_iter().flatten().max().unwrap_or_default();
+            let generation = newest.next(catalogue.epoch());
+            checkpoint.removing.extend(aborted.clone());
+            checkpoint.writing = Some(Writing::Open { save, generation, lease });
+            match write(catalogue, &key, revision, &checkpoint).await? {
+                Written::Set(_) => {
+                    if let Some(entry) = aborted {
+                        self.remove_later(call.job.clone(), call.step, entry);
+                    }
+                    return Ok(generation);
+                }
+                Written::Other(other) => current = other,
+            }
+        }
+    }
+
+    pub(super) async fn keep(&self, call: Keep) -> Result<(), Failure> {
+        if self.catalogue().lease_touch(call.lease, true).await? {
+            Ok(())
+        } else {
+            Err(failure(Kind::Fenced, "the save's lease is over: it was aborted; save again"))
+        }
+    }
+
+    pub(super) async fn seal(&self, call: Seal) -> Result<(), Failure> {
+        let root = call.root;
+        let geometry = root.geometry()?;
+        let fits = root.index < root.shards
+            && root.shards <= MAX_SHARDS
+            && root.shard == ShardId::new(root.save, root.index)
+            && (usize::from(root.n)..=MAX_RING).contains(&root.ring.len())
+            && root.layout == LAYOUT_STANDARD
+            && root.field == FIELD_GF8;
+        if !fits {
+            return Err(failure(Kind::Invalid, format!("the root of shard {} does not fit together", root.name)));
+        }
+        let catalogue = self.catalogue();
+        let key = checkpoint_key(&root.job, root.step);
+        let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
+        let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
+            Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
+            _ => return Err(failure(Kind::Fenced, format!("save {} is not open: save again", root.save))),
+        };
+        let fresh = ShardState::fresh(generation, geometry.stripes());
+        create(&*catalogue, &state_key(root.shard), &fresh).await?;
+        create(&*catalogue, &root_key(root.save, root.index), &root).await
+    }
+
+    /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
+    pub(super) async fn commit(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.decide(call).await });
+        let died = |_| failure(Kind::Unavailable, "the daemon is stopping: ask another one whether the step is committed");
+        work.await.map_err(died)?
+    }
+
+    async fn decide(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+        let catalogue = self.catalogue();
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read::<Checkpoint>(&*catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) = current.ok_or_else(|| not_committed(&call.job, call.step))?;
+            if let Some(saved) = checkpoint.committed.as_ref().filter(|saved| saved.save == call.save) {
+                return Ok(saved.clone());
+            }
+            let saved = match checkpoint.writing.take() {
+                Some(Writing::Decided { saved }) if saved.save == call.save => {
+                    return self.publish(&call.job, call.step, saved).await;
+                }
+                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    self.sealed(&call, generation).await?
+                }
+                _ => {
+                    let text = format!("save {} of {}/{} was aborted, or another one took its place: save again", call.save, call.job, call.step);
+                    return Err(failure(Kind::Fenced, text));
+                }
+            };
+            checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
+            match write(&*catalogue, &key, Some(revision), &checkpoint).await? {
+                Written::Set(_) => return self.publish(&call.job, call.step, saved).await,
+                Written::Other(other) => current = other,
+            }
+        }
+    }
+
+    /// What the sealed shards of a save amount to.
+    async fn sealed(&self, call: &Commit, generation: Generation) -> Result<Saved, Failure> {
+        let roots = shard_roots(&*self.catalogue(), call.save).await?;
+        let complete = roots.len() == call.shards as usize
+            && (0..).zip(&roots).all(|(index, root)| root.index == index && root.shards == call.shards);
+        if !complete {
+            let text = format!("{} of {} shards of save {} are sealed", roots.len(), call.shards, call.save);
+            return Err(failure(Kind::Invalid, text));
+        }
+        let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
+        for root in &roots {
+            hasher.update(blake3::hash(&root.to_bytes()?).as_bytes());
+        }
+        Ok(Saved {
+            save: call.save,
+            generation,
+            shards: call.shards,
+            len_bytes: roots.iter().map(|root| root.len_bytes).sum(),
+            roots_hash: hasher.finalize().into(),
+            saved_at: self.clock.wall_seconds(),
+        })
+    }
+
+    /// From decided to visible: marks on the nodes, then one compare-and-set. Safe to repeat, and by several at once.
+    pub(super) async fn publish(
+        self: &Arc<Self>,
+        job: &Job,
+        step: Step,
+        saved: Saved,
+    ) -> Result<Saved, Failure> {
+        let catalogue = self.catalogue();
+        let roots = shard_roots(&*catalogue, saved.save).await?;
+        let directory = self.directory().await?;
+        for root in roots {
+            self.mark(&directory, &saved, root).await?;
+        }
+        let mut superseded = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            if checkpoint.committed.as_ref().is_some_and(|other| other.save == saved.save) {
+                return Ok(None);
+            }
+            match checkpoint.writing.take() {
+                Some(Writing::Decided { saved: decided }) if decided.save == saved.save => {}
+                _ => return Err(not_committed(job, step)),
+            }
+            superseded = checkpoint.committed.replace(saved.clone()).map(|old| Removing {
+                save: old.save,
+                generation: saved.generation,
+                reason: RemoveReason::Superseded,
+            });
+            checkpoint.removing.extend(superseded.clone());
+            Ok(Some(checkpoint))
+        };
+        update(&*catalogue, &checkpoint_key(job, step), change).await?;
+        if let Some(entry) = superseded {
+            self.remove_later(job.clone(), step, entry);
+        }
+        tracing::info!(%job, %step, save = %saved.save, bytes = saved.len_bytes, "committed");
+        Ok(saved)
+    }
+
+    /// Marks of one shard on its ring: all but k-1 nodes at most must have one.
+    async fn mark(&self, directory: &Directory, saved: &Saved, root: ShardRoot) -> Result<(), Failure> {
+        let tolerated = usize::from(root.k) - 1;
+        let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let (name, cluster) = (root.name.clone(), self.settings.cluster);
+        let mark = CommitMark { cluster, saved: saved.clone(), root };
+        let call = PutMark { bytes: mark.to_bytes()? };
+        let mut puts = stream::iter(ring)
+            .map(|node| {
+                let call = &call;
+                async move {
+                    let to = directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
+                    self.caller.call(&to, call).await.map_err(|error| error.to_string())
+                }
+            })
+            .buffer_unordered(MARKS_AT_ONCE);
+        let mut missed = Vec::new();
+        while let Some(put) = puts.next().await {
+            missed.extend(put.err());
+        }
+        if missed.len() > tolerated {
+            let text = format!(
+                "{} nodes have no commit mark of shard {name} ({}): it is decided, and becomes visible when they are back",
+                missed.len(),
+                missed.join("; ")
+            );
+            return Err(failure(Kind::Unavailable, text));
+        }
+        Ok(())
+    }
+
+    pub(super) async fn abort(self: &Arc<Self>, call: Abort) -> Result<(), Failure> {
+        let mut entry = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    let removing = Removing { save, generation, reason: RemoveReason::Aborted };
+                    checkpoint.removing.push(removing.clone());
+                    entry = Some(removing);
+                    Ok(Some(checkpoint))
+                }
+                _ => Ok(None),
+            }
+        };
+        update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
+        if let Some(entry) = entry {
+            self.remove_later(call.job, call.step, entry);
+        }
+        Ok(())
+    }
+
+    pub(super) async fn remove(self: &Arc<Self>, call: Remove) -> Result<RemoveAnswer, Failure> {
+        let mut entry = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            let saved = checkpoint.committed.take().ok_or_else(|| not_committed(&call.job, call.step))?;
+            let removing = Removing {
+                save: saved.save,
+                generation: saved.generation,
+                reason: RemoveReason::Deleted,
+            };
+            checkpoint.removing.push(removing.clone());
+            entry = Some(removing);
+            Ok(Some(checkpoint))
+        };
+        update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
+        let entry = entry.ok_or_else(|| not_committed(&call.job, call.step))?;
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
+        work.await.map_err(|_| failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later"))?
+    }
+
+    pub(super) async fn list(&self, call: List) -> Result<ListAnswer, Failure> {
+        let catalogue = self.catalogue();
+        let prefix = match &call.job {
+            Some(job) => format!("{CHECKPOINTS}{job}/"),
+            None => CHECKPOINTS.to_owned(),
+        };
+        let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
+        let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
+        let next = page.last().and_then(|(key, _)| parse_checkpoint_key(key));
+        let mut steps = Vec::new();
+        for (key, entry) in &page {
+            let checkpoint: Checkpoint = parse(key, &entry.value)?;
+            if let (Some((job, step)), Some(saved)) = (parse_checkpoint_key(key), checkpoint.committed) {
+                steps.push(StepView { job, step, saved });
+            }
+        }
+        Ok(ListAnswer { steps, next })
+    }
+
+    /// The greatest committed step of a job.
+    async fn latest(&self, job: &Job) -> Result<StepView, Failure> {
+        let (mut after, mut latest) = (None, None);
+        loop {
+            let page = self.list(List { job: Some(job.clone()), after }).await?;
+            latest = page.steps.into_iter().next_back().or(latest);
+            match page.next {
+                Some(next) => after = Some(next),
+                None => break,
+            }
+        }
+        latest.ok_or_else(|| {
+            failure(Kind::NotFound, format!("no step of {job} is committed: `rapidraid ls` shows what is"))
+        })
+    }
+
+    pub(super) async fn show(&self, call: Show) -> Result<ShowAnswer, Failure> {
+        let catalogue = self.catalogue();
+        let step = match call.step {
+            None => self.latest(&call.job).await?,
+            Some(step) => {
+                let found = read::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step)).await?;
+                let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
+                let saved = saved.ok_or_else(|| not_committed(&call.job, step))?;
+                StepView { job: call.job, step, saved }
+            }
+        };
+        let mut shards = Vec::new();
+        let roots = shard_roots(&*catalogue, step.saved.save).await?;
+        for root in roots.into_iter().skip(call.first_shard as usize).take(SHARDS_PER_PAGE) {
+            let state = read::<ShardState>(&*catalogue, &state_key(root.shard)).await?;
+            shards.push((root, state.map(|(state, _)| state)));
+        }
+        Ok(ShowAnswer { step, shards })
+    }
+
+    pub(super) async fn get_state(&self, call: GetState) -> Result<Option<ShardState>, Failure> {
+        let state = read::<ShardState>(&*self.catalogue(), &state_key(call.shard)).await?;
+        Ok(state.map(|(state, _)| state))
+    }
+
+    pub(super) async fn nodes(&self) -> Result<Vec<NodeView>, Failure> {
+        Ok(self.catalogue().nodes().await?)
+    }
+
+    /// The archiving is this daemon's task; the client watches it and may go.
+    pub(super) async fn archive(self: &Arc<Self>, body: &[u8], mut served: Served) {
+        let call = match parse_request::<Archive>(body) {
+            Ok(call) => call,
+            Err(error) => {
+                let _ = self.answer::<ArchiveEvent>(&mut served, Err(error.into())).await;
+                return;
+            }
+        };
+        let (events, mut watched) = mpsc::channel(EVENTS);
+        let coordinator = self.coordinator();
+        let work = self.tasks.spawn(async move {
+            let result = coordinator.archive(&call.job, call.step, call.options, &events).await;
+            if let Err(error) = &result {
+                tracing::warn!(job = %call.job, step = %call.step, %error, "archiving stopped");
+            }
+            result
+        });
+        let abort = self.stop.clone();
+        let handle = work.abort_handle();
+        self.spawn(|_| async move {
+            abort.cancelled().await;
+            handle.abort();
+        });
+        while let Some(event) = watched.recv().await {
+            if !self.answer(&mut served, Ok(event)).await {
+                return;
+            }
+        }
+        let died = || failure(Kind::Unavailable, "the daemon is stopping: run archive again");
+        if let Err(error) = work.await.map_err(|_| died()).and_then(|done| Ok(done?)) {
+            let _ = self.answer::<ArchiveEvent>(&mut served, Err(error)).await;
+        }
+        let _ = served.send.finish().await;
+    }
+}
+
+/// Makes a record; one that is there already must be the same.
+async fn create<R: Record + PartialEq>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    record: &R,
+) -> Result<(), Failure> {
+    match write(catalogue, key, None, record).await? {
+        Written::Set(_) => Ok(()),
+        Written::Other(Some((same, _))) if same == *record => Ok(()),
+        Written::Other(_) => Err(failure(Kind::Fenced, format!("{key} exists with other content: save again"))),
+    }
+}
+
+/// How long a lease is kept alive before it would end.
+pub(super) fn renewal(lease: Duration) -> Duration {
+    lease / 3
+}

@@ -1,0 +1,126 @@
+//! What may still be done to a shard here: tombstones, commit marks, fences and the epoch (docs/semantics.md, 2).
+
+use std::sync::PoisonError;
+
+use super::Node;
+use super::failure::failure;
+use crate::format::records::{Fence, Record, Tombstone};
+use crate::id::{Generation, NodeId, SaveId, ShardId};
+use crate::kind::Kind;
+use crate::store::{Scope, Store};
+use crate::wire::Failure;
+
+/// Small records of a shard or stripe, by name.
+pub(super) const LEAVES: &str = "leaves";
+pub(super) const MARK: &str = "commit";
+pub(super) const FENCE: &str = "fence";
+pub(super) const RECORD: &str = "record";
+pub(super) const TOMBSTONE: &str = "tombstone";
+
+/// Where records about a save as a whole are filed.
+pub(super) fn save_scope(save: SaveId) -> Scope {
+    Scope::Shard(ShardId::new(save, u32::MAX))
+}
+
+/// Name of a receipt.
+pub(super) fn receipt_name(attempt: crate::id::Attempt) -> String {
+    format!("receipt-{attempt}")
+}
+
+impl Node {
+    /// Whether the save was aborted, deleted or superseded here.
+    pub(super) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, Failure> {
+        if let Some(known) = self.cached_tombstone(save) {
+            return Ok(known);
+        }
+        let found = self.on_store(move |store| store.get_small(save_scope(save), TOMBSTONE)).await?;
+        self.cache_tombstone(save, found.is_some());
+        Ok(found.is_some())
+    }
+
+    /// Refuses what comes too late for the save, or from an epoch that is over.
+    pub(super) async fn admit_save(&self, shard: ShardId, generation: Generation) -> Result<(), Failure> {
+        if self.is_tombstoned(shard.save()).await? {
+            let gone = format!("save {} was aborted, deleted or superseded", shard.save());
+            return Err(failure(Kind::Fenced, gone));
+        }
+        self.on_store(move |store| store.raise_epoch(generation.epoch)).await
+    }
+
+    /// For a client's writes: besides, what is committed never changes.
+    pub(super) async fn admit_write(
+        &self,
+        shard: ShardId,
+        generation: Generation,
+    ) -> Result<(), Failure> {
+        if !self.settings.storage {
+            let name = &self.settings.name;
+            return Err(failure(Kind::Invalid, format!("node {name} stores no data (storage = false)")));
+        }
+        self.admit_save(shard, generation).await?;
+        let mark = self.on_store(move |store| store.get_small(Scope::Shard(shard), MARK)).await?;
+        match mark {
+            Some(_) => Err(failure(Kind::Denied, format!("shard {shard} is committed: it does not change"))),
+            None => Ok(()),
+        }
+    }
+
+    /// For an owner's orders: refuses a generation that is over, and makes a newer one durable before it is obeyed.
+    pub(super) async fn admit_order(
+        &self,
+        shard: ShardId,
+        generation: Generation,
+        holder: NodeId,
+    ) -> Result<(), Failure> {
+        self.admit_save(shard, generation).await?;
+        let cached = {
+            let fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
+            fences.get(&shard).copied()
+        };
+        let refuse = |fence: &Fence| {
+            let text = format!("generation {generation} of shard {shard} is over: node {} has {}", fence.holder, fence.generation);
+            failure(Kind::Fenced, text)
+        };
+        match cached {
+            Some(fence) if fence.generation == generation => return Ok(()),
+            Some(fence) if fence.generation > generation => return Err(refuse(&fence)),
+            _ => {}
+        }
+        // One at a time per node: two orders must not both read the old fence.
+        let next = Fence { generation, holder };
+        let fence = self.on_store(move |store| raise_fence(store, shard, next)).await?;
+        let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
+        if fences.len() >= super::MAX_CACHED_TOMBSTONES {
+            fences.clear();
+        }
+        let known = fences.entry(shard).or_insert(fence);
+        if fence.generation > known.generation {
+            *known = fence;
+        }
+        if known.generation > generation { Err(refuse(known)) } else { Ok(()) }
+    }
+}
+
+/// Raises a shard's durable fence to `next` unless it is higher; answers with what it is then.
+fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Failure> {
+    static RAISING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one_at_a_time = RAISING.lock().unwrap_or_else(PoisonError::into_inner);
+    let scope = Scope::Shard(shard);
+    if let Some(bytes) = store.get_small(scope, FENCE)? {
+        let current = Fence::parse(&bytes)?;
+        if current.generation >= next.generation {
+            return Ok(current);
+        }
+    }
+    store.put_small(scope, FENCE, &next.to_bytes()?)?;
+    Ok(next)
+}
+
+/// Parses a tombstone of this cluster.
+pub(super) fn tombstone(node: &Node, bytes: &[u8]) -> Result<Tombstone, Failure> {
+    let tombstone = Tombstone::parse(bytes)?;
+    if tombstone.cluster != node.settings.cluster {
+        return Err(failure(Kind::Denied, "a tombstone of another cluster is no evidence here"));
+    }
+    Ok(tombstone)
+}

@@ -1,0 +1,179 @@
+//! The small records of shards and stripes: who may write them, and what is checked before they are durable.
+
+use super::Node;
+use super::failure::failure;
+use super::marks::{LEAVES, MARK, RECORD, TOMBSTONE, receipt_name, save_scope, tombstone};
+use crate::catalogue::records::{read, state_key};
+use crate::format::envelope::{RecordKind, parse_body};
+use crate::format::file::{Content, FileKey};
+use crate::format::records::{
+    CommitMark, Leaves, PieceForm, Receipt, Record, ShardState, StripeFixed, StripeRecord, StripeState,
+};
+use crate::id::{NodeId, ShardId, StripeId};
+use crate::kind::Kind;
+use crate::store::{Scope, Store};
+use crate::wire::Failure;
+use crate::wire::calls::{
+    Drop, DropAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
+};
+
+fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
+    let stripe = |index| Scope::Stripe(StripeId { shard, index });
+    match record {
+        RecordName::Leaves => (Scope::Shard(shard), LEAVES.into()),
+        RecordName::Mark => (Scope::Shard(shard), MARK.into()),
+        RecordName::Stripe { index } => (stripe(index), RECORD.into()),
+        RecordName::Receipt { index, attempt } => (stripe(index), receipt_name(attempt)),
+    }
+}
+
+fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<(), Failure> {
+    let record = StripeRecord::parse(bytes)?;
+    let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
+    if fixed.stripe != stripe {
+        return Err(failure(Kind::Invalid, format!("a record of stripe {} for {stripe}", fixed.stripe)));
+    }
+    Ok(())
+}
+
+impl Node {
+    pub(super) async fn put_record(&self, call: PutRecord) -> Result<(), Failure> {
+        self.admit_write(call.shard, call.generation).await?;
+        match call.record {
+            RecordName::Leaves => {
+                let leaves = Leaves::parse(&call.bytes)?;
+                if leaves.root.shard != call.shard || !leaves.root.admits(&leaves) {
+                    return Err(failure(Kind::Invalid, format!("the leaves are not those of shard {}", call.shard)));
+                }
+            }
+            RecordName::Stripe { index } => {
+                check_stripe_record(&call.bytes, StripeId { shard: call.shard, index })?;
+            }
+            RecordName::Receipt { .. } | RecordName::Mark => {
+                return Err(failure(Kind::Denied, "receipts and marks come from nodes"));
+            }
+        }
+        let (scope, name) = place_of(call.shard, call.record);
+        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await
+    }
+
+    pub(super) async fn get_record(&self, call: GetRecord) -> Result<Option<Vec<u8>>, Failure> {
+        let (scope, name) = place_of(call.shard, call.record);
+        self.on_store(move |store| store.get_small(scope, &name)).await
+    }
+
+    pub(super) async fn put_places(&self, call: PutPlaces) -> Result<(), Failure> {
+        self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
+        check_stripe_record(&call.bytes, call.stripe)?;
+        let (shard, index) = (call.stripe.shard, call.stripe.index);
+        let (scope, name) = place_of(shard, RecordName::Stripe { index });
+        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await
+    }
+
+    pub(super) async fn put_mark(&self, call: PutMark) -> Result<(), Failure> {
+        let mark = CommitMark::parse(&call.bytes)?;
+        if mark.cluster != self.settings.cluster || mark.root.save != mark.saved.save {
+            return Err(failure(Kind::Denied, "a mark of another cluster or save"));
+        }
+        let shard = mark.root.shard;
+        self.admit_save(shard, mark.saved.generation).await?;
+        self.on_store(move |store| store.put_small(Scope::Shard(shard), MARK, &call.bytes)).await
+    }
+
+    /// A receipt names this node's piece only if the piece is here.
+    pub(super) async fn put_receipt(&self, call: PutReceipt) -> Result<(), Failure> {
+        let receipt = Receipt::parse(&call.bytes)?;
+        if receipt.cluster != self.settings.cluster {
+            return Err(failure(Kind::Denied, "a receipt of another cluster"));
+        }
+        self.admit_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
+        let me = self.id;
+        self.on_store(move |store| {
+            check_pieces(store, me, &receipt)?;
+            let scope = Scope::Stripe(receipt.stripe);
+            store.put_small(scope, &receipt_name(receipt.attempt), &call.bytes).map_err(Failure::from)
+        })
+        .await
+    }
+
+    pub(super) async fn put_tombstone(&self, call: PutTombstone) -> Result<(), Failure> {
+        let tombstone = tombstone(self, &call.bytes)?;
+        let save = tombstone.save;
+        self.on_store(move |store| {
+            store.raise_epoch(tombstone.generation.epoch)?;
+            store.put_small(save_scope(save), TOMBSTONE, &call.bytes)
+        })
+        .await?;
+        self.cache_tombstone(save, true);
+        Ok(())
+    }
+
+    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
+    pub(super) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
+        let stripe = call.stripe;
+        let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
+        let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
+        let code = match archived {
+            Some(StripeState::Archived { attempt, generation, code, .. })
+                if attempt == call.attempt && generation == call.generation =>
+            {
+                code
+            }
+            other => {
+                let text = format!("stripe {stripe} is {other:?} in the catalogue, not archived by {}", call.attempt);
+                return Err(failure(Kind::Fenced, text));
+            }
+        };
+        let me = self.id;
+        self.on_store(move |store| {
+            let name = receipt_name(call.attempt);
+            let bytes = store.get_small(Scope::Stripe(stripe), &name)?;
+            let missing = || failure(Kind::NotFound, format!("no receipt of stripe {stripe} is here"));
+            let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
+            if receipt.attempt != call.attempt || receipt.generation != call.generation || receipt.code != code {
+                return Err(failure(Kind::Corrupt, format!("the receipt of stripe {stripe} here is another's")));
+            }
+            check_pieces(store, me, &receipt)?;
+            drop_files(store, me, &receipt)
+        })
+        .await
+    }
+}
+
+/// Whether the pieces that `receipt` ascribes to this node are here.
+fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Failure> {
+    for piece in receipt.pieces.iter().filter(|piece| piece.node == me) {
+        let key = match piece.form {
+            PieceForm::File => FileKey::piece(receipt.stripe, piece.piece, receipt.attempt),
+            PieceForm::Replica { block } => FileKey::replica(receipt.stripe, block),
+        };
+        if matches!(piece.form, PieceForm::Replica { .. }) && piece.root == *blake3::hash(&[]).as_bytes() {
+            // A block past the shard's end has no file.
+            continue;
+        }
+        let file = store.open_file(key)?;
+        if file.info().root != piece.root {
+            return Err(failure(Kind::Corrupt, format!("{key} here is not the piece of the receipt")));
+        }
+    }
+    Ok(())
+}
+
+/// Removes the stripe's replicas, and pieces of attempts that this one superseded; keeps what the receipt names.
+fn drop_files(store: &Store, me: NodeId, receipt: &Receipt) -> Result<DropAnswer, Failure> {
+    let mut answer = DropAnswer { files: 0, bytes: 0 };
+    for info in store.find(receipt.stripe)? {
+        let kept = match info.content {
+            Content::Replica { block } => receipt
+                .pieces
+                .iter()
+                .any(|piece| piece.node == me && piece.form == PieceForm::Replica { block }),
+            Content::Piece { attempt, .. } => attempt == receipt.attempt,
+        };
+        if !kept && store.remove(info.key())? {
+            answer.files += 1;
+            answer.bytes += info.file_bytes;
+        }
+    }
+    Ok(answer)
+}

@@ -1,0 +1,205 @@
+//! Removing saves that were deleted, aborted or superseded: fence the shards, tombstone, sweep, forget
+//! (docs/semantics.md, 5).
+
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::Node;
+use super::failure::failure;
+use super::marks::{TOMBSTONE, save_scope};
+use crate::catalogue::records::{Written, checkpoint_key, read, root_key, state_key, write};
+use crate::catalogue::{Catalogue, SetOutcome};
+use crate::format::records::{Checkpoint, Record, Removing, ShardRoot, ShardState, Tombstone};
+use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
+use crate::kind::Kind;
+use crate::pipeline::archive::shard_roots;
+use crate::store::{Scope, Store};
+use crate::topology::Directory;
+use crate::wire::calls::{PutTombstone, RemoveAnswer, Sweep};
+use crate::wire::{Call, Failure};
+
+/// Nodes asked at once.
+const AT_ONCE: usize = 32;
+/// Shards or stripes listed at a time.
+const PAGE: usize = 1024;
+
+impl Node {
+    /// Carries one removal as far as it goes now. Safe to repeat.
+    pub(super) async fn removal(
+        &self,
+        job: &Job,
+        step: Step,
+        entry: &Removing,
+    ) -> Result<RemoveAnswer, Failure> {
+        let catalogue = self.catalogue();
+        let roots = shard_roots(&*catalogue, entry.save).await?;
+        let mut generation = entry.generation;
+        for root in &roots {
+            generation = generation.max(end_shard(&*catalogue, root.shard).await?);
+        }
+        let tombstone = Tombstone {
+            cluster: self.settings.cluster,
+            save: entry.save,
+            generation: generation.next(catalogue.epoch()),
+            reason: entry.reason,
+        };
+        let directory = Directory::new(catalogue.nodes().await?);
+        let nodes = directory.storage();
+        let call = PutTombstone { bytes: tombstone.to_bytes()? };
+        let marked = self.ask_all(&directory, &nodes, &call).await;
+        let missed: Vec<NodeId> = nodes.iter().copied().filter(|node| !marked.contains(node)).collect();
+        let tolerated = roots.iter().map(|root| usize::from(root.k) - 1).min().unwrap_or(usize::MAX);
+        let waiting = missed.iter().filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>();
+        if missed.len() > tolerated {
+            let names: Vec<&str> = waiting.iter().map(|name| name.as_str()).collect();
+            let text = format!(
+                "{job}/{step} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
+                names.join(", ")
+            );
+            return Err(failure(Kind::Unavailable, text));
+        }
+        let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
+        if swept.len() == nodes.len() {
+            self.forget(&*catalogue, job, step, entry, &roots).await?;
+        }
+        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
+    }
+
+    /// Those of `nodes` that did as `call` says.
+    async fn ask_all<C: Call>(&self, directory: &Directory, nodes: &[NodeId], call: &C) -> Vec<NodeId> {
+        stream::iter(nodes.iter().copied())
+            .map(|node| async move {
+                let to = directory.address(node)?;
+                match self.caller.call(&to, call).await {
+                    Ok(_) => Some(node),
+                    Err(error) => {
+                        tracing::info!(node = %to.name, %error, "a removal waits for this node");
+                        None
+                    }
+                }
+            })
+            .buffer_unordered(AT_ONCE)
+            .filter_map(|node| async move { node })
+            .collect()
+            .await
+    }
+
+    /// Every node has swept: the catalogue forgets the save.
+    async fn forget(
+        &self,
+        catalogue: &dyn Catalogue,
+        job: &Job,
+        step: Step,
+        entry: &Removing,
+        roots: &[ShardRoot],
+    ) -> Result<(), Failure> {
+        for root in roots {
+            for key in [state_key(root.shard), root_key(entry.save, root.index)] {
+                if let Some(found) = catalogue.get(&key).await? {
+                    catalogue.set(&key, Some(found.revision), None).await?;
+                }
+            }
+        }
+        let key = checkpoint_key(job, step);
+        while let Some((mut checkpoint, revision)) = read::<Checkpoint>(catalogue, &key).await? {
+            checkpoint.removing.retain(|removing| removing.save != entry.save);
+            let value = if checkpoint == Checkpoint::default() { None } else { Some(checkpoint.to_bytes()?) };
+            if let SetOutcome::Set(_) = catalogue.set(&key, Some(revision), value).await? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a tombstoned save's files; answers with their bytes.
+    pub(super) async fn sweep(&self, call: Sweep) -> Result<u64, Failure> {
+        if !self.is_tombstoned(call.save).await? {
+            let text = format!("no tombstone of save {} is here: nothing is removed", call.save);
+            return Err(failure(Kind::Denied, text));
+        }
+        self.sweep_save(call.save).await
+    }
+
+    /// The sweep itself; the caller has seen the tombstone.
+    pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
+        self.on_store(move |store| sweep_files(store, save)).await
+    }
+
+    /// Removes what `entry` names in the background.
+    pub(super) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
+        self.spawn(|node| async move {
+            if let Err(error) = node.removal(&job, step, &entry).await {
+                tracing::warn!(%job, %step, %error, "a removal is not complete");
+            }
+        });
+    }
+}
+
+/// Fences a shard for good; answers with its last generation.
+async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generation, Failure> {
+    let key = state_key(shard);
+    let mut current = read::<ShardState>(catalogue, &key).await?;
+    loop {
+        let Some((mut state, revision)) = current else { return Ok(Generation::default()) };
+        if state.deleting {
+            return Ok(state.generation);
+        }
+        state.deleting = true;
+        state.owner = None;
+        state.generation = state.generation.next(catalogue.epoch());
+        match write(catalogue, &key, Some(revision), &state).await? {
+            Written::Set(_) => return Ok(state.generation),
+            Written::Other(other) => current = other,
+        }
+    }
+}
+
+fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
+    // The tombstone must be durable here: it is the evidence.
+    if store.get_small(save_scope(save), TOMBSTONE)?.is_none() {
+        return Err(failure(Kind::Denied, format!("no tombstone of save {save} is here")));
+    }
+    let mut bytes = 0;
+    let first = u128::from_be_bytes(ShardId::new(save, 0).0);
+    let mut after = first.checked_sub(1).map(|before| ShardId(before.to_be_bytes()));
+    loop {
+        let page = store.list_shards(after, PAGE)?;
+        let ours: Vec<ShardId> = page.into_iter().filter(|shard| shard.save() == save).collect();
+        let Some(last) = ours.last() else { return Ok(bytes) };
+        after = Some(*last);
+        for shard in ours.into_iter().filter(|shard| *shard != ShardId::new(save, u32::MAX)) {
+            bytes += sweep_shard(store, shard)?;
+        }
+    }
+}
+
+fn sweep_shard(store: &Store, shard: ShardId) -> Result<u64, Failure> {
+    let mut bytes = 0;
+    let mut after = None;
+    loop {
+        let page = store.list_stripes(shard, after, PAGE)?;
+        let Some(last) = page.last() else { break };
+        after = Some(last.index);
+        for stripe in page {
+            for info in store.find(stripe)? {
+                if store.remove(info.key())? {
+                    bytes += info.file_bytes;
+                }
+            }
+            bytes += sweep_records(store, Scope::Stripe(stripe))?;
+        }
+    }
+    Ok(bytes + sweep_records(store, Scope::Shard(shard))?)
+}
+
+fn sweep_records(store: &Store, scope: Scope) -> Result<u64, Failure> {
+    let mut bytes = 0;
+    for (name, len) in store.list_small(scope)? {
+        if store.remove_small(scope, &name)? {
+            bytes += len;
+        }
+    }
+    Ok(bytes)
+}

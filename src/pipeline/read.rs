@@ -1,0 +1,693 @@
+//! Reading a stripe back, from replicas or from any pieces that span, every grain verified.
+//!
+//! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
+//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails, lies or is late is left out, and reading goes on from the same grain with others.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::{join_all, try_join_all};
+
+use super::archive::blocks_at;
+use super::records::StripeInfo;
+use super::workers::{WorkerDied, Workers};
+use crate::clock::deadline;
+use crate::code::{Code, CodeError, Program, reconstruct, table};
+use crate::format::file::FileName;
+use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
+use crate::format::tree::GrainTree;
+use crate::gf::FingerprintKey;
+use crate::id::{Attempt, NodeId, StripeId};
+use crate::kind::Kind;
+use crate::net::call::{CallError, Caller, Exchange, address};
+use crate::plan::check::{Goal, PlanError, check};
+use crate::planner::{Subject, direct_read};
+use crate::topology::Directory;
+use crate::units::GRAIN_BYTES;
+use crate::wire::calls::{FileView, Inspect, Read, ReadAnswer, Suspect};
+
+/// A node that does not say within this what it has is left out at first.
+const INSPECT_LIMIT: Duration = Duration::from_secs(2);
+/// The same when too little was found without it.
+const PATIENT_LIMIT: Duration = Duration::from_secs(6);
+/// A source that gives nothing for so long is left out.
+const STALL_LIMIT: Duration = Duration::from_secs(5);
+
+/// Where restored bytes go. Blocking; ranges come in any order, each byte once.
+pub trait Sink: Send + Sync + 'static {
+    /// Writes `bytes` at `offset` of the shard.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+}
+
+/// A stripe could not be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// Too much is gone.
+    #[error("{0}")]
+    Lost(Lost),
+    /// The destination failed.
+    #[error("writing at byte {offset}: {source}")]
+    Sink {
+        /// Where in the shard.
+        offset: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// The code of its pieces is unknown here.
+    #[error("stripe {stripe} is coded by {code}, which this version does not know: use a newer one")]
+    UnknownCode {
+        /// The stripe.
+        stripe: StripeId,
+        /// The code's id.
+        code: String,
+    },
+    /// Decoded bytes are not what was saved though every piece was what its receipt says.
+    #[error("stripe {stripe}, grain {grain}: the decoded bytes are not what was saved")]
+    Decoded {
+        /// The stripe.
+        stripe: StripeId,
+        /// The grain.
+        grain: u64,
+    },
+    /// Our own plan is wrong: a defect.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// Our own arithmetic refused: a defect.
+    #[error(transparent)]
+    Code(#[from] CodeError),
+    /// A worker died.
+    #[error(transparent)]
+    Worker(#[from] WorkerDied),
+}
+
+impl ReadError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            ReadError::Lost(_) => Kind::Lost,
+            ReadError::Sink { .. } => Kind::Io,
+            ReadError::UnknownCode { .. } => Kind::Invalid,
+            ReadError::Decoded { .. } => Kind::Corrupt,
+            ReadError::Plan(_) | ReadError::Code(_) | ReadError::Worker(_) => Kind::Internal,
+        }
+    }
+}
+
+/// Why a stripe cannot be read: what it needs, and what is missing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lost {
+    /// The shard's name.
+    pub shard: String,
+    /// The stripe's number in it.
+    pub stripe: u32,
+    /// What would do.
+    pub needs: String,
+    /// What is not there, by node.
+    pub missing: Vec<String>,
+}
+
+impl std::fmt::Display for Lost {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "stripe {} of {} cannot be read: it needs {}; missing: {}",
+            self.stripe,
+            self.shard,
+            self.needs,
+            self.missing.join(", ")
+        )
+    }
+}
+
+/// What readers of one restore share.
+pub struct Reading {
+    /// Calls to nodes.
+    pub caller: Arc<Caller>,
+    /// Verifying and decoding.
+    pub workers: Workers,
+    /// The nodes.
+    pub directory: Directory,
+    /// Nodes that did not answer during this restore.
+    pub silent: Mutex<HashSet<NodeId>>,
+    /// What went wrong and was survived, for the report.
+    pub incidents: Mutex<Vec<String>>,
+}
+
+impl Reading {
+    fn note(&self, incident: String) {
+        tracing::warn!("{incident}");
+        let mut incidents = self.incidents.lock().unwrap_or_else(PoisonError::into_inner);
+        if incidents.len() < 1000 {
+            incidents.push(incident);
+        }
+    }
+}
+
+/// A file on a node, and the BLAKE3 that it must have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Holding {
+    node: NodeId,
+    file: FileName,
+    root: [u8; 32],
+}
+
+/// How a stripe is going to be read.
+#[derive(Debug, Clone)]
+enum Way {
+    /// For each wanted block its good replicas.
+    Replicas(BTreeMap<u8, Vec<Holding>>),
+    /// For each piece who has it.
+    Pieces { code: Code, attempt: Attempt, pieces: BTreeMap<usize, Holding> },
+}
+
+/// Reads one stripe.
+pub struct StripeReader {
+    reading: Arc<Reading>,
+    root: Arc<ShardRoot>,
+    key: Arc<FingerprintKey>,
+    info: Arc<StripeInfo>,
+    way: Way,
+}
+
+/// One open file, read grain by grain.
+struct OpenFile {
+    holding: Holding,
+    exchange: Exchange,
+    tree: GrainTree,
+}
+
+/// Why a round of reading ended: a source is out, or it is over for good.
+enum Stop {
+    Source(Holding, String),
+    Fatal(ReadError),
+}
+
+impl<E: Into<ReadError>> From<E> for Stop {
+    fn from(error: E) -> Self {
+        Stop::Fatal(error.into())
+    }
+}
+
+async fn inspect_all(
+    reading: &Reading,
+    stripe: StripeId,
+    nodes: &BTreeSet<NodeId>,
+    limit: Duration,
+) -> BTreeMap<NodeId, Vec<FileView>> {
+    let asks = nodes.iter().map(|&node| async move {
+        let to = reading.directory.address(node)?;
+        let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
+        let mut silent = reading.silent.lock().unwrap_or_else(PoisonError::into_inner);
+        match answer {
+            Ok(files) => {
+                silent.remove(&node);
+                Some((node, files))
+            }
+            Err(error) => {
+                if silent.insert(node) {
+                    drop(silent);
+                    reading.note(format!("node {} is left out: {error}", to.name));
+                }
+                None
+            }
+        }
+    });
+    join_all(asks).await.into_iter().flatten().collect()
+}
+
+impl StripeReader {
+    /// Finds a way to read `blocks` of the stripe, or says what is missing.
+    pub async fn plan(
+        reading: Arc<Reading>,
+        root: Arc<ShardRoot>,
+        key: Arc<FingerprintKey>,
+        info: StripeInfo,
+        state: StripeState,
+        receipt: Option<Receipt>,
+        blocks: &[u8],
+    ) -> Result<Self, ReadError> {
+        let info = Arc::new(info);
+        let mut nodes: BTreeSet<NodeId> = info.places.iter().copied().collect();
+        nodes.extend(receipt.iter().flat_map(|receipt| &receipt.pieces).map(|piece| piece.node));
+        let known: BTreeSet<NodeId> = {
+            let silent = reading.silent.lock().unwrap_or_else(PoisonError::into_inner);
+            nodes.iter().copied().filter(|node| !silent.contains(node)).collect()
+        };
+        let stripe = info.fixed.stripe;
+        let mut held = inspect_all(&reading, stripe, &known, INSPECT_LIMIT).await;
+        let mut found = find_way(&root, &info, state, receipt.as_ref(), blocks, &held)?;
+        if found.is_none() {
+            // Everybody else of the ring, and the silent ones again.
+            nodes.extend(root.ring.iter().map(|member| member.node));
+            let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
+            held.extend(inspect_all(&reading, stripe, &rest, PATIENT_LIMIT).await);
+            found = find_way(&root, &info, state, receipt.as_ref(), blocks, &held)?;
+        }
+        let Some(way) = found else {
+            let lost = explain(&reading.directory, &root, &info, state, receipt.as_ref(), blocks, &held);
+            return Err(ReadError::Lost(lost));
+        };
+        Ok(Self { reading, root, key, info, way })
+    }
+
+    /// Whether pieces have to be decoded.
+    pub fn decodes(&self) -> bool {
+        matches!(self.way, Way::Pieces { .. })
+    }
+
+    /// Streams grains `grains` of each of `blocks` into `sink`; bytes outside `range` of the shard are not delivered.
+    pub async fn read(
+        mut self,
+        blocks: &[u8],
+        grains: Range<u64>,
+        range: Range<u64>,
+        sink: Arc<dyn Sink>,
+    ) -> Result<(), ReadError> {
+        match self.way.clone() {
+            Way::Replicas(replicas) => {
+                for &block in blocks {
+                    let mut sources = replicas.get(&block).cloned().unwrap_or_default();
+                    self.read_replica(block, &mut sources, grains.clone(), &range, &sink).await?;
+                }
+                Ok(())
+            }
+            Way::Pieces { .. } => self.read_pieces(blocks, grains, &range, &sink).await,
+        }
+    }
+
+    async fn read_replica(
+        &self,
+        block: u8,
+        sources: &mut Vec<Holding>,
+        grains: Range<u64>,
+        range: &Range<u64>,
+        sink: &Arc<dyn Sink>,
+    ) -> Result<(), ReadError> {
+        let len = self.info.fixed.cut.block_len(block);
+        let end = crate::units::grains(len).min(grains.end);
+        let mut next = grains.start;
+        while next < end {
+            let Some(&source) = sources.first() else {
+                return Err(ReadError::Lost(Lost {
+                    shard: self.root.name.to_string(),
+                    stripe: self.info.fixed.stripe.index,
+                    needs: format!("a good replica of block {}", block + 1),
+                    missing: vec!["every holder failed while it was read".into()],
+                }));
+            };
+            let round = self.replica_round(block, source, &mut next, end, range, sink).await;
+            match round {
+                Ok(()) => {}
+                Err(Stop::Fatal(error)) => return Err(error),
+                Err(Stop::Source(holding, reason)) => {
+                    self.left_out(&holding, &reason);
+                    sources.retain(|source| *source != holding);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn replica_round(
+        &self,
+        block: u8,
+        source: Holding,
+        next: &mut u64,
+        end: u64,
+        range: &Range<u64>,
+        sink: &Arc<dyn Sink>,
+    ) -> Result<(), Stop> {
+        let len = self.info.fixed.cut.block_len(block);
+        let mut file = self.open(source, *next..end, len).await?;
+        let mut ready = Some(self.grain(&mut file, *next, len).await?);
+        while let Some(bytes) = ready.take() {
+            let grain = *next;
+            let deliver = self.deliver(vec![(block, bytes)], grain, range, sink);
+            let fetch = async {
+                if grain + 1 < end { self.grain(&mut file, grain + 1, len).await.map(Some) } else { Ok(None) }
+            };
+            let (fetched, delivered) = tokio::join!(fetch, deliver);
+            match delivered {
+                Err(ReadError::Decoded { .. }) => {
+                    return Err(Stop::Source(source, "its bytes are not what was saved".into()));
+                }
+                other => other?,
+            }
+            *next = grain + 1;
+            ready = fetched?;
+        }
+        Ok(())
+    }
+
+    async fn read_pieces(
+        &mut self,
+        blocks: &[u8],
+        grains: Range<u64>,
+        range: &Range<u64>,
+        sink: &Arc<dyn Sink>,
+    ) -> Result<(), ReadError> {
+        let mut next = grains.start;
+        loop {
+            match self.pieces_round(blocks, &mut next, grains.end, range, sink).await {
+                Ok(()) => return Ok(()),
+                Err(Stop::Fatal(error)) => return Err(error),
+                Err(Stop::Source(holding, reason)) => {
+                    self.left_out(&holding, &reason);
+                    let Way::Pieces { code, pieces, .. } = &mut self.way else { continue };
+                    pieces.retain(|_, piece| *piece != holding);
+                    if pieces.len() < code.k() {
+                        return Err(ReadError::Lost(Lost {
+                            shard: self.root.name.to_string(),
+                            stripe: self.info.fixed.stripe.index,
+                            needs: format!("{} good pieces", code.k()),
+                            missing: vec![format!("only {} are left", pieces.len())],
+                        }));
+                    }
+                }
+            }
+        }
+    }
+
+    async fn pieces_round(
+        &self,
+        blocks: &[u8],
+        next: &mut u64,
+        end: u64,
+        range: &Range<u64>,
+        sink: &Arc<dyn Sink>,
+    ) -> Result<(), Stop> {
+        let Way::Pieces { code, attempt, pieces } = &self.way else { return Ok(()) };
+        let cut = self.info.fixed.cut;
+        let available: Vec<usize> = pieces.keys().copied().collect();
+        let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
+        let program = Arc::new(reconstruct(code, &available, &wanted)?);
+        let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
+        self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
+        let opens = sources.iter().map(|&source| self.open(source, *next..end, self.file_len(source)));
+        let mut files = try_join_all(opens).await?;
+        let mut ready = Some(self.grains(&mut files, *next).await?);
+        while let Some(inputs) = ready.take() {
+            let grain = *next;
+            let work = async {
+                let program = program.clone();
+                let outputs = blocks.len();
+                let len = cut.grain_len(grain) as usize;
+                let decode = move || -> Result<Vec<Bytes>, CodeError> {
+                    let mut decoded = vec![vec![0; len]; outputs];
+                    let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
+                    let mut targets: Vec<&mut [u8]> =
+                        decoded.iter_mut().map(|bytes| &mut bytes[..]).collect();
+                    program.run(&inputs, &mut targets, &mut Vec::new())?;
+                    Ok(decoded.into_iter().map(Bytes::from).collect())
+                };
+                let decoded = self.reading.workers.run(decode).await??;
+                let decoded = blocks.iter().copied().zip(decoded).collect();
+                self.deliver(decoded, grain, range, sink).await
+            };
+            let fetch = async {
+                if grain + 1 < end { self.grains(&mut files, grain + 1).await.map(Some) } else { Ok(None) }
+            };
+            let (fetched, worked) = tokio::join!(fetch, work);
+            worked?;
+            *next = grain + 1;
+            ready = fetched?;
+        }
+        Ok(())
+    }
+
+    /// The symbolic check of what is about to be decoded.
+    fn prove(
+        &self,
+        code: &Code,
+        attempt: Attempt,
+        program: &Program,
+        sources: &[Holding],
+        blocks: &[u8],
+        grains: Range<u64>,
+    ) -> Result<(), ReadError> {
+        let homes: Vec<NodeId> = sources.iter().map(|source| source.node).collect();
+        let fixed = &self.info.fixed;
+        let subject =
+            Subject { stripe: fixed.stripe, attempt, cut: fixed.cut, places: &self.info.places, code };
+        let plan = direct_read(&subject, program, &homes, blocks, (grains.start, grains.end))?;
+        check(&plan, code, Goal::Read(blocks))?;
+        Ok(())
+    }
+
+    fn left_out(&self, holding: &Holding, reason: &str) {
+        let name = self.reading.directory.name(holding.node);
+        let stripe = self.info.fixed.stripe;
+        self.reading.note(format!("{} of stripe {stripe} on node {name} is left out: {reason}", holding.file));
+        if let Some(to) = self.reading.directory.address(holding.node) {
+            // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
+            let (caller, file) = (self.reading.caller.clone(), holding.file);
+            tokio::spawn(async move {
+                let _ = caller.call(&to, &Suspect { stripe, file }).await;
+            });
+        }
+    }
+
+    /// Data bytes of a source's file.
+    fn file_len(&self, source: Holding) -> u64 {
+        match source.file {
+            FileName::Replica { block } => self.info.fixed.cut.block_len(block),
+            FileName::Piece { .. } => self.info.fixed.cut.block_bytes,
+        }
+    }
+
+    async fn open(&self, holding: Holding, grains: Range<u64>, len: u64) -> Result<OpenFile, Stop> {
+        let stop = |reason: String| Stop::Source(holding, reason);
+        let to = self.reading.directory.address(holding.node);
+        let to = address(&to.ok_or_else(|| stop("it is not registered".into()))?);
+        let from = (grains.start * GRAIN_BYTES).min(len);
+        let end = (grains.end * GRAIN_BYTES).min(len);
+        let call = Read {
+            stripe: self.info.fixed.stripe,
+            file: holding.file,
+            from,
+            len_bytes: end - from,
+            hashes: true,
+        };
+        let work = async {
+            let mut exchange = self.reading.caller.open(&to, &call).await?;
+            exchange.finish().await?;
+            let answer: ReadAnswer = exchange.answer().await?;
+            Ok::<_, CallError>((exchange, answer))
+        };
+        let clock = &**self.reading.caller.clock();
+        let opened = deadline(clock, STALL_LIMIT, work).await.map_err(|late| stop(late.to_string()))?;
+        let (exchange, answer) = opened.map_err(|error| stop(error.to_string()))?;
+        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
+            .map_err(|error| stop(error.to_string()))?;
+        if answer.len_bytes != len || tree.root() != holding.root {
+            return Err(stop("its hashes are not those of the record".into()));
+        }
+        Ok(OpenFile { holding, exchange, tree })
+    }
+
+    /// The next grain of a file, verified by its hash and padded to the piece's length.
+    async fn grain(&self, file: &mut OpenFile, grain: u64, len: u64) -> Result<Bytes, Stop> {
+        let stop = |reason: String| Stop::Source(file.holding, reason);
+        let want = len.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
+        if want == 0 {
+            return Ok(Bytes::new());
+        }
+        let clock = &**self.reading.caller.clock();
+        let read = deadline(clock, STALL_LIMIT, file.exchange.recv.read_exact(want)).await;
+        let read = read.map_err(|late| stop(late.to_string()))?;
+        let bytes = read.map_err(|error| stop(error.to_string()))?;
+        if file.tree.verify_grain(grain, &bytes) {
+            Ok(bytes)
+        } else {
+            Err(stop(format!("grain {grain} is corrupt")))
+        }
+    }
+
+    async fn grains(&self, files: &mut [OpenFile], grain: u64) -> Result<Vec<Bytes>, Stop> {
+        let padded = self.info.fixed.cut.grain_len(grain) as usize;
+        let reads = files.iter_mut().map(|file| async move {
+            let len = self.file_len(file.holding);
+            let bytes = self.grain(file, grain, len).await?;
+            if bytes.len() == padded {
+                return Ok(bytes);
+            }
+            let mut whole = bytes.to_vec();
+            whole.resize(padded, 0);
+            Ok::<Bytes, Stop>(whole.into())
+        });
+        try_join_all(reads).await
+    }
+
+    /// Checks grains of blocks against the fingerprints of the save and writes what lies in `range`.
+    async fn deliver(
+        &self,
+        grains: Vec<(u8, Bytes)>,
+        grain: u64,
+        range: &Range<u64>,
+        sink: &Arc<dyn Sink>,
+    ) -> Result<(), ReadError> {
+        let (info, key, sink, range) = (self.info.clone(), self.key.clone(), sink.clone(), range.clone());
+        let job = move || -> Result<(), ReadError> {
+            let (cut, stripe) = (info.fixed.cut, info.fixed.stripe);
+            for (block, bytes) in grains {
+                let found = key.fingerprint(&bytes).ok();
+                if found != Some(info.fixed.fingerprint(block.into(), grain)) {
+                    return Err(ReadError::Decoded { stripe, grain });
+                }
+                let inside = grain * GRAIN_BYTES;
+                let real = cut.block_len(block).saturating_sub(inside).min(bytes.len() as u64);
+                let start = cut.offset_bytes + cut.block_offset(block) + inside;
+                let (from, to) = (range.start.max(start), range.end.min(start + real));
+                if from < to {
+                    let part = &bytes[(from - start) as usize..(to - start) as usize];
+                    sink.write_at(from, part).map_err(|source| ReadError::Sink { offset: from, source })?;
+                }
+            }
+            Ok(())
+        };
+        self.reading.workers.run(job).await?
+    }
+}
+
+fn find_way(
+    root: &ShardRoot,
+    info: &StripeInfo,
+    state: StripeState,
+    receipt: Option<&Receipt>,
+    blocks: &[u8],
+    held: &BTreeMap<NodeId, Vec<FileView>>,
+) -> Result<Option<Way>, ReadError> {
+    let replicas: BTreeMap<u8, Vec<Holding>> =
+        blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
+    let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
+    if replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty()) {
+        return Ok(Some(Way::Replicas(replicas)));
+    }
+    let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
+    let unknown = || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
+    let code = table::by_id(code).ok_or_else(unknown)?;
+    if code.n() != usize::from(root.n) || code.k() != usize::from(root.k) {
+        return Err(unknown());
+    }
+    let pieces = pieces_of(info, attempt, &code, receipt, held);
+    let available: Vec<usize> = pieces.keys().copied().collect();
+    let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
+    match reconstruct(&code, &available, &wanted) {
+        Ok(_) => Ok(Some(Way::Pieces { code, attempt, pieces })),
+        Err(_) => Ok(None),
+    }
+}
+
+/// Good replicas of a block, spread: which holder comes first depends on the block.
+fn replicas_of(info: &StripeInfo, block: u8, held: &BTreeMap<NodeId, Vec<FileView>>) -> Vec<Holding> {
+    let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
+    let file = FileName::Replica { block };
+    let mut holders: Vec<Holding> = held
+        .iter()
+        .filter(|(_, files)| {
+            files.iter().any(|view| {
+                view.file == file && view.root == expected.root && view.len_bytes == expected.len_bytes
+            })
+        })
+        .map(|(&node, _)| Holding { node, file, root: expected.root })
+        .collect();
+    if holders.len() > 1 {
+        let turn = (usize::from(block) + info.fixed.stripe.index as usize) % holders.len();
+        holders.rotate_left(turn);
+    }
+    holders
+}
+
+fn pieces_of(
+    info: &StripeInfo,
+    attempt: Attempt,
+    code: &Code,
+    receipt: Option<&Receipt>,
+    held: &BTreeMap<NodeId, Vec<FileView>>,
+) -> BTreeMap<usize, Holding> {
+    let mut pieces = BTreeMap::new();
+    for (&node, files) in held {
+        for view in files {
+            let piece = match view.file {
+                FileName::Piece { piece, attempt: of } if of == attempt => usize::from(piece),
+                // In the classical code a replica is the systematic piece of the same number.
+                FileName::Replica { block } if matches!(code, Code::Rs(_)) => {
+                    let expected = info.fixed.blocks.get(usize::from(block));
+                    if expected.is_none_or(|expected| expected.root != view.root) {
+                        continue;
+                    }
+                    usize::from(block)
+                }
+                _ => continue,
+            };
+            // With a receipt a piece is what the receipt says; without one the decoded bytes decide.
+            let proven = receipt.and_then(|receipt| receipt.pieces.get(piece));
+            if piece < code.n() && proven.is_none_or(|proven| proven.root == view.root) {
+                pieces.insert(piece, Holding { node, file: view.file, root: view.root });
+            }
+        }
+    }
+    if matches!(code, Code::Rs(_)) {
+        // A block past the shard's end has no file anywhere, and is known all the same: all zero.
+        for block in (0..info.fixed.cut.k).filter(|&block| info.fixed.cut.block_len(block) == 0) {
+            if let Some(node) = held.keys().next() {
+                let (node, file) = (*node, FileName::Replica { block });
+                let root = *blake3::hash(&[]).as_bytes();
+                pieces.insert(block.into(), Holding { node, file, root });
+            }
+        }
+    }
+    pieces
+}
+
+fn explain(
+    directory: &Directory,
+    root: &ShardRoot,
+    info: &StripeInfo,
+    state: StripeState,
+    receipt: Option<&Receipt>,
+    blocks: &[u8],
+    held: &BTreeMap<NodeId, Vec<FileView>>,
+) -> Lost {
+    let (n, k) = (usize::from(root.n), usize::from(root.k));
+    let gone = |node: NodeId| if held.contains_key(&node) { "has it no more" } else { "is not reached" };
+    let mut missing = Vec::new();
+    let needs = match (state, receipt) {
+        (StripeState::Archived { .. }, Some(receipt)) => {
+            for piece in &receipt.pieces {
+                let file = match piece.form {
+                    PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
+                    PieceForm::Replica { block } => FileName::Replica { block },
+                };
+                let files = held.get(&piece.node);
+                if !files.is_some_and(|files| files.iter().any(|view| view.file == file && view.root == piece.root)) {
+                    let (number, node) = (piece.piece + 1, directory.name(piece.node));
+                    missing.push(format!("piece {number} (node {node} {})", gone(piece.node)));
+                }
+            }
+            format!("{k} of its {n} pieces")
+        }
+        (StripeState::Archived { .. }, None) => {
+            missing.push("its receipt, which would name the pieces".into());
+            format!("{k} of its {n} pieces")
+        }
+        _ => {
+            for &block in blocks {
+                if info.fixed.cut.block_len(block) > 0 && replicas_of(info, block, held).is_empty() {
+                    let at = (0..n).filter(|&position| blocks_at(n, k, position).any(|b| b == usize::from(block)));
+                    let nodes = at.filter_map(|position| info.places.get(position));
+                    let nodes: Vec<String> =
+                        nodes.map(|&node| format!("{} {}", directory.name(node), gone(node))).collect();
+                    missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
+                }
+            }
+            "one replica of each block".into()
+        }
+    };
+    Lost { shard: root.name.to_string(), stripe: info.fixed.stripe.index, needs, missing }
+}

@@ -1,0 +1,435 @@
+//! Saving one stripe from the client's side: each block goes to its first holder, which forwards it to the second;
+//! the client hashes and fingerprints what it reads from its source, and both holders must agree (docs/semantics.md, 3.2).
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::workers::{WorkerDied, Workers};
+use crate::clock::deadline;
+use crate::format::FormatError;
+use crate::format::geometry::StripeCut;
+use crate::format::records::{BlockInfo, Record, StripeFixed, StripeRecord};
+use crate::format::tree::{GrainTree, grain_hash};
+use crate::gf::{Fingerprint, FingerprintKey, GfError};
+use crate::id::{Generation, NodeId, StripeId};
+use crate::kind::Kind;
+use crate::net::call::{CallError, Caller, Exchange, address};
+use crate::topology::Directory;
+use crate::units::GRAIN_BYTES;
+use crate::wire::calls::{BlockTrailer, PutBlock, PutBlockAnswer, PutRecord, RecordName};
+use crate::wire::message_to_bytes;
+
+/// Bytes read from the source, and sent, at a time.
+const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
+/// Blocks of one stripe under way at once.
+const BLOCKS_AT_ONCE: usize = 6;
+/// A holder that takes or answers nothing for so long has failed.
+const STALL_LIMIT: Duration = Duration::from_secs(20);
+/// Rounds of replacing holders that failed.
+const ROUNDS: usize = 3;
+
+/// Where a shard's bytes come from. Blocking; read more than once when a holder fails.
+pub trait Source: Send + Sync + 'static {
+    /// Length in bytes.
+    fn len_bytes(&self) -> u64;
+
+    /// Fills `out` from `offset` on.
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
+}
+
+impl Source for Bytes {
+    fn len_bytes(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let from = usize::try_from(offset).unwrap_or(usize::MAX);
+        let range = from.checked_add(out.len()).and_then(|to| self.get(from..to));
+        out.copy_from_slice(range.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+}
+
+/// A stripe was not saved.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SaveError {
+    /// The source failed.
+    #[error("reading shard {shard} at byte {offset}: {source}")]
+    Source {
+        /// The shard's name.
+        shard: String,
+        /// Where.
+        offset: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// The source gave other bytes the second time.
+    #[error("shard {shard} changed while it was being saved: save it when nobody writes to it")]
+    Changed {
+        /// The shard's name.
+        shard: String,
+    },
+    /// Holders failed and no others are left.
+    #[error("stripe {stripe}: {failed} failed and no spare node is live: {reason}")]
+    NoHolders {
+        /// The stripe.
+        stripe: StripeId,
+        /// Which nodes.
+        failed: String,
+        /// The last failure.
+        reason: String,
+    },
+    /// A holder refused for a reason that another holder would have too.
+    #[error(transparent)]
+    Refused(CallError),
+    /// A record is too long.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// Fingerprinting failed.
+    #[error(transparent)]
+    Field(#[from] GfError),
+    /// A worker died.
+    #[error(transparent)]
+    Worker(#[from] WorkerDied),
+}
+
+impl SaveError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            SaveError::Source { .. } => Kind::Io,
+            SaveError::Changed { .. } => Kind::Invalid,
+            SaveError::NoHolders { .. } => Kind::Unavailable,
+            SaveError::Refused(error) => error.kind(),
+            SaveError::Format(error) => error.kind(),
+            SaveError::Field(_) | SaveError::Worker(_) => Kind::Internal,
+        }
+    }
+}
+
+/// What all stripes of a shard share.
+pub struct Upload {
+    /// Calls to nodes.
+    pub caller: Arc<Caller>,
+    /// Reading and hashing.
+    pub workers: Workers,
+    /// The nodes.
+    pub directory: Directory,
+    /// The shard's bytes.
+    pub source: Arc<dyn Source>,
+    /// The shard's name, for errors.
+    pub name: String,
+    /// The shard's fingerprint key.
+    pub key: Arc<FingerprintKey>,
+    /// The same as it stands in the record.
+    pub key_bytes: [u8; 32],
+    /// The save's generation.
+    pub generation: Generation,
+    /// n of the code.
+    pub n: usize,
+    /// Told how many bytes are durable, as blocks complete.
+    pub progress: Arc<dyn Fn(u64) + Send + Sync>,
+}
+
+/// Which holder of a block failed, and why.
+struct Failed {
+    node: NodeId,
+    error: CallError,
+}
+
+enum BlockError {
+    Holder(Failed),
+    Fatal(SaveError),
+}
+
+impl<E: Into<SaveError>> From<E> for BlockError {
+    fn from(error: E) -> Self {
+        BlockError::Fatal(error.into())
+    }
+}
+
+impl Upload {
+    /// Saves one stripe; `places` are changed where a holder had to be replaced by one of `spares`.
+    pub async fn stripe(
+        &self,
+        stripe: StripeId,
+        cut: StripeCut,
+        places: &mut [NodeId],
+        spares: &mut Vec<NodeId>,
+    ) -> Result<StripeFixed, SaveError> {
+        let k = usize::from(cut.k);
+        let step = self.n - k;
+        let mut blocks: Vec<Option<BlockInfo>> = vec![None; k];
+        let mut todo: BTreeSet<usize> = (0..k).collect();
+        for round in 0..=ROUNDS {
+            let now: &[NodeId] = places;
+            let mut running = stream::iter(todo.iter().copied())
+                .map(|block| async move {
+                    let holders = (now[block], now[block + step]);
+                    (block, self.block(stripe, &cut, block as u8, holders).await)
+                })
+                .buffer_unordered(BLOCKS_AT_ONCE);
+            let mut failures: Vec<Failed> = Vec::new();
+            let mut done = Vec::new();
+            while let Some((block, result)) = running.next().await {
+                match result {
+                    Ok(info) if blocks[block].as_ref().is_some_and(|first| *first != info) => {
+                        return Err(SaveError::Changed { shard: self.name.clone() });
+                    }
+                    Ok(info) => {
+                        if blocks[block].is_none() {
+                            (self.progress)(info.len_bytes);
+                        }
+                        blocks[block] = Some(info);
+                        done.push(block);
+                    }
+                    Err(BlockError::Holder(failed)) => failures.push(failed),
+                    Err(BlockError::Fatal(error)) => return Err(error),
+                }
+            }
+            drop(running);
+            done.iter().for_each(|block| {
+                todo.remove(block);
+            });
+            if todo.is_empty() {
+                let blocks = blocks.into_iter().flatten().collect();
+                return Ok(StripeFixed { stripe, cut, blocks });
+            }
+            if round == ROUNDS {
+                spares.clear();
+            }
+            todo.extend(self.replace(stripe, k, places, spares, &failures)?);
+        }
+        Err(SaveError::NoHolders {
+            stripe,
+            failed: "several nodes".into(),
+            reason: format!("{ROUNDS} rounds of replacing them did not help"),
+        })
+    }
+
+    /// Puts a spare in the place of each node that failed; answers with the blocks of its position, which are sent again.
+    fn replace(
+        &self,
+        stripe: StripeId,
+        k: usize,
+        places: &mut [NodeId],
+        spares: &mut Vec<NodeId>,
+        failures: &[Failed],
+    ) -> Result<BTreeSet<usize>, SaveError> {
+        let nodes: BTreeSet<NodeId> = failures.iter().map(|failed| failed.node).collect();
+        spares.retain(|spare| !nodes.contains(spare));
+        let mut again = BTreeSet::new();
+        for (position, place) in places.iter_mut().enumerate() {
+            if !nodes.contains(place) {
+                continue;
+            }
+            let Some(spare) = spares.pop() else {
+                let names: Vec<String> = nodes.iter().map(|node| self.directory.name(*node)).collect();
+                let reason = failures.first().map(|failed| failed.error.to_string()).unwrap_or_default();
+                return Err(SaveError::NoHolders { stripe, failed: names.join(", "), reason });
+            };
+            tracing::warn!(%stripe, failed = self.directory.name(*place), spare = self.directory.name(spare), "a holder is replaced");
+            *place = spare;
+            let twins = [Some(position), position.checked_sub(self.n - k)];
+            again.extend(twins.into_iter().flatten().filter(|&block| block < k));
+        }
+        Ok(again)
+    }
+
+    /// Sends one block to its two holders and waits until it is durable on both.
+    async fn block(
+        &self,
+        stripe: StripeId,
+        cut: &StripeCut,
+        block: u8,
+        holders: (NodeId, NodeId),
+    ) -> Result<BlockInfo, BlockError> {
+        let len_bytes = cut.block_len(block);
+        if len_bytes == 0 {
+            let root = *blake3::hash(&[]).as_bytes();
+            return Ok(BlockInfo { len_bytes, root, fingerprints: Vec::new() });
+        }
+        let unknown = |node: NodeId| SaveError::NoHolders {
+            stripe,
+            failed: node.to_string(),
+            reason: "it is not registered".into(),
+        };
+        let first = self.directory.address(holders.0).ok_or_else(|| unknown(holders.0))?;
+        let second = self.directory.address(holders.1).ok_or_else(|| unknown(holders.1))?;
+        let call = PutBlock {
+            stripe,
+            block,
+            len_bytes,
+            generation: self.generation,
+            fingerprint_key: self.key_bytes,
+            forward: Some(second),
+        };
+        let to = address(&first);
+        let holder = |error: CallError| {
+            // A refusal would be the same elsewhere; silence, damage or shortage need not be.
+            let fatal = matches!(error.kind(), Kind::Fenced | Kind::Denied | Kind::Invalid);
+            if fatal && !error.is_unanswered() {
+                BlockError::Fatal(SaveError::Refused(error))
+            } else {
+                BlockError::Holder(Failed { node: holders.0, error })
+            }
+        };
+        let late = |source| CallError::Late { call: "PutBlock", to: to.to_string(), source };
+        let clock = &**self.caller.clock();
+        let opened = deadline(clock, STALL_LIMIT, self.caller.open(&to, &call)).await;
+        let mut exchange = opened.map_err(late).and_then(|opened| opened).map_err(holder)?;
+        let start = cut.offset_bytes + cut.block_offset(block);
+        let (info, refused) = self.send(&mut exchange, start, len_bytes).await?;
+        // When sending was refused the answer, if there is one, says why.
+        let answer = deadline(clock, STALL_LIMIT, exchange.answer::<PutBlockAnswer>()).await;
+        let answer = match (answer.map_err(late).and_then(|answer| answer), refused) {
+            (Err(error), Some(refused)) if error.is_unanswered() => Err(refused),
+            (answer, _) => answer,
+        };
+        match answer.map_err(holder)?.forwarded {
+            Some(Ok(())) => Ok(info),
+            Some(Err(message)) => {
+                let kind = Kind::Unavailable;
+                let error = CallError::Failed(crate::wire::Failure { kind, message });
+                Err(BlockError::Holder(Failed { node: holders.1, error }))
+            }
+            None => {
+                let message = format!("{} did not forward the block", first.name);
+                let error = CallError::Failed(crate::wire::Failure { kind: Kind::Internal, message });
+                Err(BlockError::Holder(Failed { node: holders.0, error }))
+            }
+        }
+    }
+
+    /// Reads, hashes and sends a block and its trailer. A failure to send is returned beside what was hashed.
+    async fn send(
+        &self,
+        exchange: &mut Exchange,
+        start: u64,
+        len_bytes: u64,
+    ) -> Result<(BlockInfo, Option<CallError>), BlockError> {
+        let clock = self.caller.clock().clone();
+        let mut hashes = Vec::new();
+        let mut fingerprints = Vec::new();
+        let mut refused = None;
+        let mut offset = 0;
+        let mut ready = None;
+        while offset < len_bytes || ready.is_some() {
+            let read = async {
+                if offset == len_bytes {
+                    return Ok(None);
+                }
+                let len = CHUNK_BYTES.min(len_bytes - offset);
+                self.read(start, offset, len, len_bytes).await.map(Some)
+            };
+            let write = async {
+                if let (Some(chunk), None) = (ready.take(), &refused) {
+                    match deadline(&*clock, STALL_LIMIT, exchange.write(chunk)).await {
+                        Ok(written) => refused = written.err(),
+                        Err(source) => {
+                            let (call, to) = ("PutBlock", "the block's holder".to_owned());
+                            refused = Some(CallError::Late { call, to, source });
+                        }
+                    }
+                }
+            };
+            let (chunk, ()) = tokio::join!(read, write);
+            if let Some(chunk) = chunk? {
+                offset += chunk.bytes.len() as u64;
+                hashes.extend(chunk.hashes);
+                fingerprints.extend(chunk.fingerprints);
+                ready = Some(chunk.bytes);
+            }
+        }
+        let root = GrainTree::from_hashes(len_bytes, hashes)?.root();
+        let info = BlockInfo { len_bytes, root, fingerprints };
+        let trailer = BlockTrailer { root, fingerprints: info.fingerprints.clone() };
+        if refused.is_none() {
+            let frame = message_to_bytes(&trailer, "a block's trailer").map_err(|source| {
+                SaveError::Refused(CallError::Wire { call: "PutBlock", to: String::new(), source })
+            })?;
+            refused = exchange.write_frame(frame).await.err();
+        }
+        if refused.is_none() {
+            refused = exchange.finish().await.err();
+        }
+        Ok((info, refused))
+    }
+
+    async fn read(
+        &self,
+        start: u64,
+        offset: u64,
+        len: u64,
+        len_bytes: u64,
+    ) -> Result<Chunk, SaveError> {
+        let (source, key, name) = (self.source.clone(), self.key.clone(), self.name.clone());
+        let job = move || {
+            let mut bytes = vec![0; len as usize];
+            let failed = |source| SaveError::Source { shard: name, offset: start + offset, source };
+            source.read_at(start + offset, &mut bytes).map_err(failed)?;
+            let first = offset / GRAIN_BYTES;
+            let mut chunk = Chunk { bytes: Bytes::new(), hashes: Vec::new(), fingerprints: Vec::new() };
+            for (grain, index) in bytes.chunks(GRAIN_BYTES as usize).zip(first..) {
+                chunk.hashes.extend(grain_hash(len_bytes, index, grain));
+                chunk.fingerprints.push(key.fingerprint(grain)?);
+            }
+            chunk.bytes = bytes.into();
+            Ok(chunk)
+        };
+        self.workers.run(job).await?
+    }
+
+    /// Makes the stripe's record durable on at least n-k+1 of its nodes.
+    pub async fn record(
+        &self,
+        fixed: &StripeFixed,
+        record: &StripeRecord,
+        places: &[NodeId],
+    ) -> Result<(), SaveError> {
+        let stripe = fixed.stripe;
+        let call = PutRecord {
+            shard: stripe.shard,
+            record: RecordName::Stripe { index: stripe.index },
+            generation: self.generation,
+            bytes: record.to_bytes()?,
+        };
+        let needed = self.n - usize::from(fixed.cut.k) + 1;
+        let mut stored = 0;
+        let mut last = String::new();
+        let mut puts = stream::iter(places)
+            .map(|&node| {
+                let call = call.clone();
+                async move {
+                    let to = self.directory.address(node)?;
+                    Some(self.caller.call(&to, &call).await)
+                }
+            })
+            .buffered(needed);
+        while stored < needed {
+            match puts.next().await {
+                Some(Some(Ok(()))) => stored += 1,
+                Some(Some(Err(error))) => last = error.to_string(),
+                Some(None) => {}
+                None => {
+                    let failed = format!("all but {stored} of {needed} record holders");
+                    return Err(SaveError::NoHolders { stripe, failed, reason: last });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Chunk {
+    bytes: Bytes,
+    hashes: Vec<[u8; 32]>,
+    fingerprints: Vec<Fingerprint>,
+}

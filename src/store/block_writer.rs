@@ -1,0 +1,144 @@
+//! Writes a replica from a stream of bytes, hashing grain by grain on the way.
+
+use super::StoreError;
+use super::folder::Store;
+use super::root_error;
+use super::temporary::{Plan, Stored, Temporary};
+use crate::format::file::{Content, MAX_TAIL_BYTES};
+use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
+use crate::id::StripeId;
+use crate::units::GRAIN_BYTES;
+
+/// The most memory that one [`BlockWriter`] holds: one grain, the hashes, and the tail when it ends (its own,
+/// and the one of a file that may be there already).
+pub const BLOCK_WRITER_BYTES: u64 = GRAIN_BYTES + 4 * MAX_TAIL_BYTES;
+
+/// Takes each grain of a block, with its number, once and in order.
+pub type Fingerprint = Box<dyn FnMut(u64, &[u8]) + Send>;
+
+/// Which replica is to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockSpec {
+    /// The stripe.
+    pub stripe: StripeId,
+    /// The block's number, from 1.
+    pub block: u8,
+    /// The layout of the stripe.
+    pub layout: u8,
+    /// The length of the block, padding not counted.
+    pub len_bytes: u64,
+}
+
+/// Writes one replica. Dropping it before [`finish`](Self::finish) leaves nothing.
+pub struct BlockWriter {
+    temporary: Temporary,
+    fingerprint: Option<Fingerprint>,
+    hashes: Vec<Hash>,
+    /// The beginning of the next grain, always shorter than it.
+    partial: Vec<u8>,
+    /// A write has failed: what is in the file is not known.
+    broken: bool,
+}
+
+impl Store {
+    /// Begins to write a replica. Space for all of it is reserved now.
+    pub fn write_block(
+        &self,
+        spec: BlockSpec,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<BlockWriter, StoreError> {
+        let content = Content::Replica { block: spec.block };
+        let BlockSpec { stripe, layout, len_bytes, .. } = spec;
+        let temporary = Temporary::create(self, Plan { stripe, content, layout, len_bytes })?;
+        Ok(BlockWriter {
+            temporary,
+            fingerprint,
+            hashes: Vec::new(),
+            partial: Vec::new(),
+            broken: false,
+        })
+    }
+}
+
+impl BlockWriter {
+    fn misuse(&self, why: &'static str) -> StoreError {
+        StoreError::Misuse { key: self.temporary.key(), why }
+    }
+
+    fn written_bytes(&self) -> u64 {
+        self.hashes.len() as u64 * GRAIN_BYTES + self.partial.len() as u64
+    }
+
+    /// Takes the next bytes, any number of them.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
+        if self.broken {
+            return Err(self.misuse("a write has failed before: begin again"));
+        }
+        if bytes.len() as u64 > self.missing_bytes() {
+            return Err(self.misuse("more bytes than announced"));
+        }
+        self.broken = true;
+        let done = self.take(bytes);
+        self.broken = done.is_err();
+        done
+    }
+
+    /// How many bytes are still to come.
+    pub fn missing_bytes(&self) -> u64 {
+        // The last grain is partial in the count of grains, never in that of bytes.
+        self.temporary.len_bytes().saturating_sub(self.written_bytes())
+    }
+
+    fn take(&mut self, mut bytes: &[u8]) -> Result<(), StoreError> {
+        while !bytes.is_empty() {
+            let grain = grain_len(self.temporary.len_bytes(), self.hashes.len() as u64) as usize;
+            if self.partial.is_empty()
+                && let Some((whole, rest)) = bytes.split_at_checked(grain)
+            {
+                self.grain(whole)?;
+                bytes = rest;
+                continue;
+            }
+            let (now, rest) = bytes.split_at(bytes.len().min(grain - self.partial.len()));
+            self.partial.extend_from_slice(now);
+            bytes = rest;
+            if self.partial.len() == grain {
+                let mut whole = std::mem::take(&mut self.partial);
+                self.grain(&whole)?;
+                whole.clear();
+                self.partial = whole;
+            }
+        }
+        Ok(())
+    }
+
+    fn grain(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
+        let index = self.hashes.len() as u64;
+        let hash = grain_hash(self.temporary.len_bytes(), index, bytes)
+            .ok_or_else(|| self.misuse("a grain of the wrong length"))?;
+        if let Some(fingerprint) = &mut self.fingerprint {
+            fingerprint(index, bytes);
+        }
+        self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?;
+        self.hashes.push(hash);
+        Ok(())
+    }
+
+    /// Makes the replica durable under its name. `expected_root` is what the sender says that it has sent;
+    /// when it differs, nothing is left behind.
+    pub fn finish(mut self, expected_root: Option<Hash>) -> Result<Stored, StoreError> {
+        if self.broken || self.missing_bytes() > 0 {
+            return Err(self.misuse("fewer bytes than announced"));
+        }
+        let key = self.temporary.key();
+        let hashes = std::mem::take(&mut self.hashes);
+        let tree = GrainTree::from_hashes(self.temporary.len_bytes(), hashes)
+            .map_err(|_| self.misuse("fewer bytes than announced"))?;
+        if let Some(expected) = expected_root.filter(|expected| *expected != tree.root()) {
+            return Err(root_error(key, expected, tree.root()));
+        }
+        let tail = self.temporary.write_tail(&tree)?;
+        self.temporary.file().sync()?;
+        self.temporary.publish(&tail)
+    }
+}

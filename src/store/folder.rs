@@ -1,0 +1,265 @@
+//! The data folder itself: whose it is, its lock, its epoch, its files.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::StoreError;
+use super::disk::{Disk, DiskLock, Space};
+use super::index::{FileInfo, Index, Totals};
+use super::kv::{Kv, Opened, SledKv};
+use super::names::{Names, QUARANTINE, SHARDS, TMP, file_path, shard_dir};
+use super::real_disk::RealDisk;
+use super::reconcile::{Reconciled, stripe_index};
+use super::small::if_found;
+use super::stored_file::StoredFile;
+use crate::format::FormatError;
+use crate::format::envelope::{RecordKind, open_record, seal_record};
+use crate::format::file::FileKey;
+use crate::id::{ClusterId, Epoch, NodeId, PeerName, ShardId, StripeId};
+
+/// The name of the lock file: [`Disk::lock`] it before anything else in the folder is opened.
+pub const LOCK_FILE: &str = "lock";
+/// The folder of the index.
+pub const INDEX_DIR: &str = "index";
+
+const IDENTITY: &str = "node.id";
+const EPOCH: &str = "epoch";
+/// The layout of the folder.
+const FOLDER_FORMAT: u8 = 1;
+
+/// The body of `node.id`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct NodeIdentity {
+    cluster: ClusterId,
+    name: PeerName,
+    format: u8,
+}
+
+/// The data folder of a node. Clones are the same folder.
+#[derive(Clone)]
+pub struct Store {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    disk: Arc<dyn Disk>,
+    names: Names,
+    index: Index,
+    cluster: ClusterId,
+    node: NodeId,
+    epoch: Mutex<Epoch>,
+    next_quarantine: AtomicU64,
+    _lock: DiskLock,
+}
+
+impl Store {
+    /// Opens a folder of this machine: lock, index, then [`Store::open`].
+    pub fn open_folder(
+        path: impl Into<PathBuf>,
+        index_cache_bytes: u64,
+        cluster: ClusterId,
+        name: &PeerName,
+    ) -> Result<(Self, Reconciled, Opened), StoreError> {
+        let disk = RealDisk::open(path)?;
+        let lock = disk.lock(LOCK_FILE)?;
+        let (kv, opened) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), index_cache_bytes)?;
+        let (store, reconciled) = Self::open(Arc::new(disk), lock, Arc::new(kv), cluster, name)?;
+        Ok((store, reconciled, opened))
+    }
+
+    /// Opens the data folder of node `name` of `cluster`; an empty one becomes that node's. `lock` is the lock
+    /// of [`LOCK_FILE`], taken before `kv` was opened.
+    ///
+    /// Whatever can be seen is made durable first (a killed process may have left names that nobody synced),
+    /// `tmp/` is emptied, and the index is brought in line with the folders.
+    pub fn open(
+        disk: Arc<dyn Disk>,
+        lock: DiskLock,
+        kv: Arc<dyn Kv>,
+        cluster: ClusterId,
+        name: &PeerName,
+    ) -> Result<(Self, Reconciled), StoreError> {
+        disk.sync_all()?;
+        let identity = NodeIdentity { cluster, name: name.clone(), format: FOLDER_FORMAT };
+        let inner = Inner {
+            names: Names::new(disk.clone()),
+            index: Index::new(disk.clone(), kv),
+            disk,
+            cluster,
+            node: NodeId::of(name),
+            epoch: Mutex::default(),
+            next_quarantine: AtomicU64::new(1),
+            _lock: lock,
+        };
+        let store = Self { inner: Arc::new(inner) };
+        store.check_identity(&identity)?;
+        if let Some(epoch) = store.get_sealed(EPOCH, RecordKind::Epoch)? {
+            *store.epoch_cell() = epoch;
+        }
+        let reconciled = store.reconcile()?;
+        Ok((store, reconciled))
+    }
+
+    fn check_identity(&self, ours: &NodeIdentity) -> Result<(), StoreError> {
+        let found: Option<NodeIdentity> = self.get_sealed(IDENTITY, RecordKind::NodeIdentity)?;
+        let fresh = found.is_none();
+        match found {
+            Some(found) if found.format > FOLDER_FORMAT => {
+                let source = FormatError::Version {
+                    what: "the data folder".to_owned(),
+                    found: found.format.into(),
+                    first: FOLDER_FORMAT.into(),
+                    last: FOLDER_FORMAT.into(),
+                };
+                return Err(StoreError::Format { path: IDENTITY.to_owned(), source });
+            }
+            Some(found) if found != *ours => {
+                let text =
+                    |id: &NodeIdentity| format!("node {} of cluster {}", id.name, id.cluster);
+                return Err(StoreError::Foreign { found: text(&found), ours: text(ours) });
+            }
+            Some(_) => {}
+            None => {
+                let files = if_found(self.disk().list(SHARDS))?.unwrap_or_default();
+                if !files.is_empty() {
+                    return Err(StoreError::NoIdentity);
+                }
+            }
+        }
+        for dir in [SHARDS, TMP, QUARANTINE] {
+            self.disk().create_dir(dir)?;
+        }
+        self.disk().sync_dir("")?;
+        for left in self.disk().list(TMP)?.iter().filter(|entry| !entry.is_dir) {
+            self.disk().remove(&format!("{TMP}/{}", left.name))?;
+        }
+        if fresh {
+            self.put_sealed(IDENTITY, RecordKind::NodeIdentity, ours)?;
+        }
+        Ok(())
+    }
+
+    fn get_sealed<T: for<'a> Deserialize<'a>>(
+        &self,
+        path: &str,
+        kind: RecordKind,
+    ) -> Result<Option<T>, StoreError> {
+        let Some(bytes) = self.get_record(path)? else { return Ok(None) };
+        let record = open_record(kind, 1..=1, &bytes);
+        record.map(Some).map_err(|source| StoreError::Format { path: path.to_owned(), source })
+    }
+
+    fn put_sealed<T: Serialize>(
+        &self,
+        path: &str,
+        kind: RecordKind,
+        body: &T,
+    ) -> Result<(), StoreError> {
+        let bytes = seal_record(kind, 1, body)
+            .map_err(|source| StoreError::Format { path: path.to_owned(), source })?;
+        self.put_record(path, &bytes).map(drop)
+    }
+
+    pub(super) fn disk(&self) -> &dyn Disk {
+        self.inner.disk.as_ref()
+    }
+
+    pub(super) fn names(&self) -> &Names {
+        &self.inner.names
+    }
+
+    pub(super) fn index(&self) -> &Index {
+        &self.inner.index
+    }
+
+    pub(super) fn next_quarantine(&self) -> &AtomicU64 {
+        &self.inner.next_quarantine
+    }
+
+    /// The cluster that the folder belongs to.
+    pub fn cluster(&self) -> ClusterId {
+        self.inner.cluster
+    }
+
+    /// The node that the folder belongs to.
+    pub fn node(&self) -> NodeId {
+        self.inner.node
+    }
+
+    fn epoch_cell(&self) -> std::sync::MutexGuard<'_, Epoch> {
+        self.inner.epoch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The highest catalogue epoch that this node has seen.
+    pub fn epoch(&self) -> Epoch {
+        *self.epoch_cell()
+    }
+
+    /// Notes that `epoch` was seen, durably when it is a new one; refuses one that is over.
+    pub fn raise_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
+        let mut seen = self.epoch_cell();
+        if epoch < *seen {
+            return Err(StoreError::StaleEpoch { seen: *seen, given: epoch });
+        }
+        if epoch > *seen {
+            self.put_sealed(EPOCH, RecordKind::Epoch, &epoch)?;
+            *seen = epoch;
+        }
+        Ok(())
+    }
+
+    /// Opens a file; its header and tree are checked, its data is when it is read.
+    pub fn open_file(&self, key: FileKey) -> Result<StoredFile, StoreError> {
+        StoredFile::open(self.disk(), self.cluster(), key)
+    }
+
+    /// Removes a file and returns when that is durable; `false` when there was none. Whether it *may* go is
+    /// the caller's affair.
+    pub fn remove(&self, key: FileKey) -> Result<bool, StoreError> {
+        let removed = self.names().remove(&file_path(key))?;
+        self.index().update(key, None)?;
+        Ok(removed)
+    }
+
+    /// The replica and piece files of a stripe, by name, as the index has them.
+    pub fn find(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
+        self.index().find(stripe)
+    }
+
+    /// At most `limit` shards of which anything is here, in order, from behind `after`.
+    pub fn list_shards(
+        &self,
+        after: Option<ShardId>,
+        limit: usize,
+    ) -> Result<Vec<ShardId>, StoreError> {
+        let shards = self.disk().list(SHARDS)?.into_iter().filter(|entry| entry.is_dir);
+        let shards = shards.filter_map(|entry| entry.name.parse().ok());
+        Ok(shards.filter(|shard| after.is_none_or(|after| *shard > after)).take(limit).collect())
+    }
+
+    /// At most `limit` stripes of a shard of which anything is here, in order, from behind `after`.
+    pub fn list_stripes(
+        &self,
+        shard: ShardId,
+        after: Option<u32>,
+        limit: usize,
+    ) -> Result<Vec<StripeId>, StoreError> {
+        let entries = if_found(self.disk().list(&shard_dir(shard)))?.unwrap_or_default();
+        let stripes = entries.iter().filter_map(stripe_index);
+        let stripes = stripes.filter(|index| after.is_none_or(|after| *index > after));
+        Ok(stripes.map(|index| StripeId { shard, index }).take(limit).collect())
+    }
+
+    /// What the folder holds, in numbers.
+    pub fn totals(&self) -> Totals {
+        self.index().totals()
+    }
+
+    /// How much space the disk has.
+    pub fn space(&self) -> Result<Space, StoreError> {
+        Ok(self.disk().space()?)
+    }
+}

@@ -1,0 +1,614 @@
+//! A disk in memory that forgets what was not synced.
+//!
+//! It keeps two images: what a process sees, and what a power cut would leave. Bytes pass from the first to the
+//! second when their file is synced, names when their folder is; nothing else moves them, so every missing
+//! sync shows in [`MemoryDisk::crash`]. [`MemoryDisk::crash_torn`] leaves a random part of the unsynced, which is
+//! the other thing that real disks do. Reads past the cache see the second image.
+//!
+//! Faults are set from outside: the disk stops at an operation, an operation fails, a sync is a lie or spoils a bit, bits
+//! flip, files are cut, space ends. Same calls, same faults, same seed: same bytes.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::disk::{Disk, DiskEntry, DiskError, DiskFile, DiskLock, Space, check_path, parent};
+use super::memory_file::{Contents, FileState};
+use crate::entropy::{Entropy, SeededEntropy};
+
+struct FileNode {
+    state: Mutex<FileState>,
+    used: Arc<AtomicU64>,
+}
+
+impl Drop for FileNode {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.used.fetch_sub(state.space(), Ordering::Relaxed);
+    }
+}
+
+#[derive(Clone)]
+enum Node {
+    File(Arc<FileNode>),
+    Dir(Arc<Mutex<DirState>>),
+}
+
+impl Node {
+    fn same(&self, other: &Node) -> bool {
+        match (self, other) {
+            (Node::File(a), Node::File(b)) => Arc::ptr_eq(a, b),
+            (Node::Dir(a), Node::Dir(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
+    }
+}
+
+/// A folder: the names that are seen and the ones that are durable.
+#[derive(Default)]
+struct DirState {
+    seen: BTreeMap<String, Node>,
+    durable: BTreeMap<String, Node>,
+}
+
+/// What goes wrong, counted in operations and syncs since the disk was made.
+#[derive(Default)]
+struct Faults {
+    operations: u64,
+    syncs: u64,
+    stop_at: Option<u64>,
+    fail_at: Option<u64>,
+    skip_sync_at: Option<u64>,
+    spoil_sync_at: Option<u64>,
+}
+
+struct Shared {
+    root: Arc<Mutex<DirState>>,
+    faults: Mutex<Faults>,
+    locks: Mutex<HashMap<String, Weak<()>>>,
+    capacity_bytes: AtomicU64,
+    used: Arc<AtomicU64>,
+}
+
+/// The disk. Clones are the same disk; [`crash`](Self::crash) makes another one.
+#[derive(Clone)]
+pub struct MemoryDisk {
+    shared: Arc<Shared>,
+}
+
+fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What kind of call it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Effect {
+    Read,
+    Change,
+    Sync,
+}
+
+/// What becomes of a call that reports success.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Done,
+    Skipped,
+    Spoilt,
+}
+
+impl MemoryDisk {
+    /// An empty disk of `capacity_bytes`.
+    pub fn new(capacity_bytes: u64) -> Self {
+        Self::with(Arc::default(), capacity_bytes, Arc::default())
+    }
+
+    fn with(root: Arc<Mutex<DirState>>, capacity_bytes: u64, used: Arc<AtomicU64>) -> Self {
+        let shared = Shared {
+            root,
+            faults: Mutex::default(),
+            locks: Mutex::default(),
+            capacity_bytes: AtomicU64::new(capacity_bytes),
+            used,
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// The disk as a power cut would leave it now: nothing that was not synced. No faults, no locks.
+    pub fn crash(&self) -> Self {
+        self.image(None)
+    }
+
+    /// The disk after a power cut that caught the medium at work: of what was not synced, each name and each
+    /// sector is there or not, as `seed` has it.
+    pub fn crash_torn(&self, seed: u64) -> Self {
+        self.image(Some(&SeededEntropy::new(seed)))
+    }
+
+    fn image(&self, coin: Option<&SeededEntropy>) -> Self {
+        let used = Arc::default();
+        let root = image_of_dir(&self.shared.root, coin, &used);
+        Self::with(root, self.shared.capacity_bytes.load(Ordering::Relaxed), used)
+    }
+
+    /// From the operation after the next `operations` on, nothing works any more: the power is off.
+    /// Operations are everything but reads.
+    pub fn stop_after(&self, operations: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.stop_at = Some(faults.operations + operations);
+    }
+
+    /// The operation after the next `operations` fails, once, and has no effect.
+    pub fn fail_after(&self, operations: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.fail_at = Some(faults.operations + operations);
+    }
+
+    /// The sync after the next `syncs` (of files and folders) reports success and does nothing, once.
+    pub fn skip_sync_after(&self, syncs: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.skip_sync_at = Some(faults.syncs + syncs);
+    }
+
+    /// The sync after the next `syncs` spoils one bit on the medium, if it is one of a file; the page cache
+    /// still has the right one.
+    pub fn spoil_sync_after(&self, syncs: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.spoil_sync_at = Some(faults.syncs + syncs);
+    }
+
+    /// How many operations and how many syncs there were.
+    pub fn operations(&self) -> (u64, u64) {
+        let faults = hold(&self.shared.faults);
+        (faults.operations, faults.syncs)
+    }
+
+    /// Changes the capacity; what is there stays.
+    pub fn set_capacity(&self, capacity_bytes: u64) {
+        self.shared.capacity_bytes.store(capacity_bytes, Ordering::Relaxed);
+    }
+
+    /// Flips one bit of a file, in both images. Errors when there is no such bit.
+    pub fn flip_bit(&self, path: &str, bit: u64) -> Result<(), DiskError> {
+        self.with_file(path, |file| file.seen.flip(bit) | file.durable.flip(bit), bit / 8 + 1)
+    }
+
+    /// Flips one bit on the medium only: the page cache still has the right one.
+    pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
+        self.with_file(path, |file| file.durable.flip(bit), bit / 8 + 1)
+    }
+
+    /// Cuts a file to `len_bytes`, or extends it with zeros, in both images.
+    pub fn truncate(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
+        let (before, after) = self.with_file_state(path, |file| {
+            let before = file.space();
+            file.set_len(len_bytes);
+            (before, file.space())
+        })?;
+        self.shared.used.fetch_add(after, Ordering::Relaxed);
+        self.shared.used.fetch_sub(before, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn with_file(
+        &self,
+        path: &str,
+        change: impl FnOnce(&mut FileState) -> bool,
+        end_bytes: u64,
+    ) -> Result<(), DiskError> {
+        if self.with_file_state(path, change)? {
+            return Ok(());
+        }
+        Err(DiskError::Short { path: path.to_owned(), end_bytes })
+    }
+
+    fn with_file_state<T>(
+        &self,
+        path: &str,
+        change: impl FnOnce(&mut FileState) -> T,
+    ) -> Result<T, DiskError> {
+        match self.node(path)? {
+            Node::File(file) => Ok(change(&mut hold(&file.state))),
+            Node::Dir(_) => Err(wrong(path, "not a file")),
+        }
+    }
+
+    /// Counts an operation and applies the faults.
+    fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
+        let mut faults = hold(&self.shared.faults);
+        let number = faults.operations;
+        if faults.stop_at.is_some_and(|stop| number >= stop) {
+            return Err(wrong(path, "the disk is off"));
+        }
+        if effect == Effect::Read {
+            return Ok(Outcome::Done);
+        }
+        faults.operations += 1;
+        if faults.fail_at.take_if(|at| *at == number).is_some() {
+            return Err(wrong(path, "an injected fault"));
+        }
+        if effect == Effect::Sync {
+            let sync = faults.syncs;
+            faults.syncs += 1;
+            if faults.skip_sync_at.take_if(|at| *at == sync).is_some() {
+                return Ok(Outcome::Skipped);
+            }
+            if faults.spoil_sync_at.take_if(|at| *at == sync).is_some() {
+                return Ok(Outcome::Spoilt);
+            }
+        }
+        Ok(Outcome::Done)
+    }
+
+    fn node(&self, path: &str) -> Result<Node, DiskError> {
+        if path.is_empty() {
+            return Ok(Node::Dir(self.shared.root.clone()));
+        }
+        check_path(path)?;
+        let mut node = Node::Dir(self.shared.root.clone());
+        for part in path.split('/') {
+            let Node::Dir(dir) = &node else { return Err(missing(path)) };
+            let next = hold(dir).seen.get(part).cloned();
+            node = next.ok_or_else(|| missing(path))?;
+        }
+        Ok(node)
+    }
+
+    fn dir(&self, path: &str) -> Result<Arc<Mutex<DirState>>, DiskError> {
+        match self.node(path)? {
+            Node::Dir(dir) => Ok(dir),
+            Node::File(_) => Err(wrong(path, "not a folder")),
+        }
+    }
+
+    /// The folder that holds `path`, and the name there.
+    fn place<'a>(&self, path: &'a str) -> Result<(Arc<Mutex<DirState>>, &'a str), DiskError> {
+        check_path(path)?;
+        let dir = self.dir(parent(path)).map_err(|_| missing(path))?;
+        Ok((dir, path.rsplit('/').next().unwrap_or(path)))
+    }
+
+    fn handle(&self, path: &str, node: Arc<FileNode>) -> Box<dyn DiskFile> {
+        Box::new(MemoryFile { disk: self.clone(), path: path.to_owned(), node })
+    }
+}
+
+fn missing(path: &str) -> DiskError {
+    DiskError::NotFound { path: path.to_owned() }
+}
+
+fn wrong(path: &str, why: &'static str) -> DiskError {
+    DiskError::Io { op: "use", path: path.to_owned(), source: io::Error::other(why) }
+}
+
+/// What a power cut leaves of a folder and all below it.
+fn image_of_dir(
+    dir: &Mutex<DirState>,
+    coin: Option<&SeededEntropy>,
+    used: &Arc<AtomicU64>,
+) -> Arc<Mutex<DirState>> {
+    let dir = hold(dir);
+    let mut kept = dir.durable.clone();
+    if let Some(coin) = coin {
+        let names: BTreeSet<&String> = dir.seen.keys().chain(dir.durable.keys()).collect();
+        for name in names {
+            let (seen, durable) = (dir.seen.get(name), dir.durable.get(name));
+            let same = seen.zip(durable).is_some_and(|(a, b)| a.same(b));
+            match seen {
+                _ if same || coin.below(2) == 0 => {}
+                Some(node) => drop(kept.insert(name.clone(), node.clone())),
+                None => drop(kept.remove(name)),
+            }
+        }
+    }
+    let image = |node: &Node| match node {
+        Node::Dir(dir) => Node::Dir(image_of_dir(dir, coin, used)),
+        Node::File(file) => {
+            let state = hold(&file.state);
+            let contents = coin.map_or_else(|| state.durable.clone(), |coin| state.torn(coin));
+            used.fetch_add(contents.len, Ordering::Relaxed);
+            let state = Mutex::new(FileState::synced(contents));
+            Node::File(Arc::new(FileNode { state, used: used.clone() }))
+        }
+    };
+    let seen: BTreeMap<_, _> =
+        kept.iter().map(|(name, node)| (name.clone(), image(node))).collect();
+    Arc::new(Mutex::new(DirState { durable: seen.clone(), seen }))
+}
+
+/// Makes a folder and all below it durable as they are seen.
+fn sync_tree(dir: &Mutex<DirState>) {
+    let mut dir = hold(dir);
+    for node in dir.seen.values() {
+        match node {
+            Node::File(file) => hold(&file.state).sync(),
+            Node::Dir(dir) => sync_tree(dir),
+        }
+    }
+    dir.durable = dir.seen.clone();
+}
+
+impl Disk for MemoryDisk {
+    fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        self.begin(path, Effect::Change)?;
+        let (dir, name) = self.place(path)?;
+        let mut dir = hold(&dir);
+        if dir.seen.contains_key(name) {
+            return Err(DiskError::Exists { path: path.to_owned() });
+        }
+        let node = Arc::new(FileNode { state: Mutex::default(), used: self.shared.used.clone() });
+        dir.seen.insert(name.to_owned(), Node::File(node.clone()));
+        Ok(self.handle(path, node))
+    }
+
+    fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        self.begin(path, Effect::Read)?;
+        check_path(path)?;
+        match self.node(path)? {
+            Node::File(file) => Ok(self.handle(path, file)),
+            Node::Dir(_) => Err(wrong(path, "not a file")),
+        }
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
+        self.begin(from, Effect::Change)?;
+        let ((from_dir, from_name), (to_dir, to_name)) = (self.place(from)?, self.place(to)?);
+        if let Some(Node::Dir(_)) = hold(&to_dir).seen.get(to_name) {
+            return Err(wrong(to, "a folder has that name"));
+        }
+        let node = hold(&from_dir).seen.remove(from_name).ok_or_else(|| missing(from))?;
+        hold(&to_dir).seen.insert(to_name.to_owned(), node);
+        Ok(())
+    }
+
+    fn remove(&self, path: &str) -> Result<(), DiskError> {
+        self.begin(path, Effect::Change)?;
+        let (dir, name) = self.place(path)?;
+        let mut dir = hold(&dir);
+        match dir.seen.get(name) {
+            Some(Node::File(_)) => drop(dir.seen.remove(name)),
+            Some(Node::Dir(_)) => return Err(wrong(path, "not a file")),
+            None => return Err(missing(path)),
+        }
+        Ok(())
+    }
+
+    fn create_dir(&self, path: &str) -> Result<bool, DiskError> {
+        self.begin(path, Effect::Change)?;
+        let (dir, name) = self.place(path)?;
+        let mut dir = hold(&dir);
+        if dir.seen.contains_key(name) {
+            return Ok(false);
+        }
+        dir.seen.insert(name.to_owned(), Node::Dir(Arc::default()));
+        Ok(true)
+    }
+
+    fn remove_dir_if_empty(&self, path: &str) -> Result<bool, DiskError> {
+        self.begin(path, Effect::Change)?;
+        let (dir, name) = self.place(path)?;
+        if !hold(&*self.dir(path)?).seen.is_empty() {
+            return Ok(false);
+        }
+        hold(&dir).seen.remove(name);
+        Ok(true)
+    }
+
+    fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
+        self.begin(path, Effect::Read)?;
+        let dir = self.dir(path)?;
+        let entry = |(name, node): (&String, &Node)| {
+            let (is_dir, len_bytes) = match node {
+                Node::Dir(_) => (true, 0),
+                Node::File(file) => (false, hold(&file.state).seen.len),
+            };
+            DiskEntry { name: name.clone(), is_dir, len_bytes }
+        };
+        let entries = hold(&dir).seen.iter().map(entry).collect();
+        Ok(entries)
+    }
+
+    fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
+        let dir = self.dir(path)?;
+        if self.begin(path, Effect::Sync)? != Outcome::Skipped {
+            let mut dir = hold(&dir);
+            dir.durable = dir.seen.clone();
+        }
+        Ok(())
+    }
+
+    fn sync_all(&self) -> Result<(), DiskError> {
+        if self.begin("", Effect::Sync)? != Outcome::Skipped {
+            sync_tree(&self.shared.root);
+        }
+        Ok(())
+    }
+
+    fn space(&self) -> Result<Space, DiskError> {
+        let total_bytes = self.shared.capacity_bytes.load(Ordering::Relaxed);
+        let used = self.shared.used.load(Ordering::Relaxed);
+        Ok(Space { total_bytes, free_bytes: total_bytes.saturating_sub(used) })
+    }
+
+    fn lock(&self, path: &str) -> Result<DiskLock, DiskError> {
+        check_path(path)?;
+        let mut locks = hold(&self.shared.locks);
+        if locks.get(path).is_some_and(|held| held.strong_count() > 0) {
+            return Err(DiskError::InUse { path: path.to_owned() });
+        }
+        let held = Arc::new(());
+        locks.insert(path.to_owned(), Arc::downgrade(&held));
+        Ok(DiskLock::new(held))
+    }
+}
+
+struct MemoryFile {
+    disk: MemoryDisk,
+    path: String,
+    node: Arc<FileNode>,
+}
+
+impl MemoryFile {
+    fn read(
+        &self,
+        image: fn(&FileState) -> &Contents,
+        buf: &mut [u8],
+        offset: u64,
+    ) -> Result<(), DiskError> {
+        self.disk.begin(&self.path, Effect::Read)?;
+        if image(&hold(&self.node.state)).read(buf, offset) {
+            return Ok(());
+        }
+        let end_bytes = offset.saturating_add(buf.len() as u64);
+        Err(DiskError::Short { path: self.path.clone(), end_bytes })
+    }
+
+    /// Lets the file grow to `space` bytes, or says that the disk is full.
+    fn claim(&self, file: &FileState, space: u64) -> Result<(), DiskError> {
+        let more = space.saturating_sub(file.space());
+        let shared = &self.disk.shared;
+        let capacity = shared.capacity_bytes.load(Ordering::Relaxed);
+        let fits = |used: u64| used.checked_add(more).filter(|total| *total <= capacity);
+        if more > 0 && shared.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_err()
+        {
+            return Err(DiskError::Full { path: self.path.clone() });
+        }
+        Ok(())
+    }
+}
+
+impl DiskFile for MemoryFile {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
+        self.read(|file| &file.seen, buf, offset)
+    }
+
+    fn read_past_cache_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
+        self.read(|file| &file.durable, buf, offset)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
+        self.disk.begin(&self.path, Effect::Change)?;
+        let mut file = hold(&self.node.state);
+        self.claim(&file, offset.saturating_add(bytes.len() as u64))?;
+        file.write(bytes, offset);
+        Ok(())
+    }
+
+    fn reserve(&self, len_bytes: u64) -> Result<(), DiskError> {
+        self.disk.begin(&self.path, Effect::Change)?;
+        let mut file = hold(&self.node.state);
+        self.claim(&file, len_bytes)?;
+        file.reserved = file.reserved.max(len_bytes);
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<(), DiskError> {
+        match self.disk.begin(&self.path, Effect::Sync)? {
+            Outcome::Done => hold(&self.node.state).sync(),
+            Outcome::Spoilt => hold(&self.node.state).sync_spoilt(),
+            Outcome::Skipped => {}
+        }
+        Ok(())
+    }
+
+    fn len_bytes(&self) -> Result<u64, DiskError> {
+        self.disk.begin(&self.path, Effect::Read)?;
+        Ok(hold(&self.node.state).seen.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::memory_file::SECTOR;
+
+    fn read(disk: &MemoryDisk, path: &str) -> Result<Vec<u8>, DiskError> {
+        let file = disk.open(path)?;
+        let mut bytes = vec![0; file.len_bytes()? as usize];
+        file.read_at(&mut bytes, 0)?;
+        Ok(bytes)
+    }
+
+    #[test]
+    fn a_crash_leaves_what_was_synced_and_nothing_else() {
+        let disk = MemoryDisk::new(1 << 20);
+        let file = disk.create_new("f").unwrap();
+        file.write_at(b"one", 0).unwrap();
+        file.sync().unwrap();
+        assert!(read(&disk.crash(), "f").is_err(), "the name was not synced");
+        disk.sync_dir("").unwrap();
+        file.write_at(b"two!", 0).unwrap();
+        assert_eq!(read(&disk.crash(), "f").unwrap(), b"one");
+        assert_eq!(read(&disk, "f").unwrap(), b"two!");
+
+        disk.create_dir("d").unwrap();
+        disk.rename("f", "d/g").unwrap();
+        disk.sync_dir("d").unwrap();
+        let crashed = disk.crash();
+        assert_eq!(read(&crashed, "f").unwrap(), b"one", "neither rename nor folder is durable");
+        assert!(crashed.list("d").is_err());
+        disk.sync_dir("").unwrap();
+        assert_eq!(read(&disk.crash(), "d/g").unwrap(), b"one");
+        file.sync().unwrap();
+        assert_eq!(read(&disk.crash(), "d/g").unwrap(), b"two!");
+        assert_eq!(disk.crash().space().unwrap().free_bytes, (1 << 20) - 4);
+    }
+
+    #[test]
+    fn a_torn_crash_mixes_old_and_new_and_replays() {
+        let disk = MemoryDisk::new(1 << 20);
+        let file = disk.create_new("f").unwrap();
+        file.write_at(&[1; 20_000], 0).unwrap();
+        file.sync().unwrap();
+        disk.sync_dir("").unwrap();
+        file.write_at(&[2; 30_000], 0).unwrap();
+        let mut outcomes = BTreeSet::new();
+        for seed in 0..20 {
+            let torn = read(&disk.crash_torn(seed), "f").unwrap();
+            assert_eq!(torn, read(&disk.crash_torn(seed), "f").unwrap());
+            assert!(torn.len() == 20_000 || torn.len() == 30_000);
+            assert!(torn.chunks(SECTOR).all(|s| s.iter().take(32).all(|byte| *byte == s[0])));
+            outcomes.insert(torn);
+        }
+        assert!(outcomes.len() > 10);
+    }
+
+    #[test]
+    fn faults_come_when_they_were_ordered() {
+        let disk = MemoryDisk::new(10_000);
+        let file = disk.create_new("f").unwrap();
+        disk.fail_after(1);
+        file.write_at(b"a", 0).unwrap();
+        assert!(file.write_at(b"b", 0).is_err());
+        file.write_at(b"c", 0).unwrap();
+
+        disk.skip_sync_after(1);
+        file.sync().unwrap();
+        disk.sync_dir("").unwrap();
+        assert!(read(&disk.crash(), "f").is_err());
+        disk.sync_dir("").unwrap();
+        assert_eq!(read(&disk.crash(), "f").unwrap(), b"c");
+
+        assert!(matches!(file.write_at(&[0; 10_001], 0), Err(DiskError::Full { .. })));
+        file.reserve(9_000).unwrap();
+        let other = disk.create_new("g").unwrap();
+        assert!(matches!(other.write_at(&[0; 1_001], 0), Err(DiskError::Full { .. })));
+        file.write_at(&[0; 9_000], 0).unwrap();
+        disk.remove("f").unwrap();
+        drop(file);
+        disk.sync_dir("").unwrap();
+        other.write_at(&[0; 1_001], 0).unwrap();
+
+        other.sync().unwrap();
+        disk.flip_bit_on_medium("g", 3).unwrap();
+        assert_eq!(read(&disk, "g").unwrap()[0], 0);
+        let mut byte = [0];
+        other.read_past_cache_at(&mut byte, 0).unwrap();
+        assert_eq!(byte, [8]);
+        disk.truncate("g", 2).unwrap();
+        assert!(disk.flip_bit("g", 16).is_err());
+
+        disk.stop_after(0);
+        assert!(disk.open("g").is_err() && disk.create_new("h").is_err());
+    }
+}

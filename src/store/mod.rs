@@ -1,0 +1,181 @@
+//! A node's data folder: replica and piece files, small records, and an index of them.
+//!
+//! Promises: what a call has acknowledged survives a power cut (data, name and every new folder above it were
+//! synced, in this order); what a failed or interrupted call leaves behind is removed or invisible; bytes
+//! that do not prove themselves are an error and never data; nothing is deleted but by [`Store::remove`] and
+//! [`Store::remove_small`]. The index is a cache of the folders and is made again from them.
+//!
+//! It leaves to others: which records mean what, fingerprints (they come in as closures), and when a file may
+//! go. All calls block; asynchronous callers put them on threads made for blocking.
+//!
+//! ```text
+//! node.id  lock  epoch        whose folder it is; held while open; the highest catalogue epoch seen
+//! index/                      sled, made again when it is lost
+//! tmp/                        files being written, emptied at open
+//! quarantine/                 files moved aside, each with a `.why`
+//! shards/SHARD/NAME           small records of a shard
+//! shards/SHARD/INDEX/NAME     small records of a stripe (INDEX: 8 hexadecimal digits)
+//! shards/SHARD/INDEX/FILE     replica and piece files (format::file names them)
+//! ```
+
+mod block_writer;
+pub mod disk;
+mod folder;
+mod index;
+pub mod kv;
+mod memory_disk;
+mod memory_file;
+mod names;
+mod piece_writer;
+mod quarantine;
+mod real_disk;
+mod reconcile;
+mod small;
+mod stored_file;
+mod temporary;
+
+pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
+pub use disk::{Disk, DiskError, DiskFile};
+pub use folder::{INDEX_DIR, LOCK_FILE, Store};
+pub use index::{FileInfo, Totals};
+pub use kv::{Kv, KvError, MemoryKv, SledKv};
+pub use memory_disk::MemoryDisk;
+pub use piece_writer::{PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
+pub use real_disk::RealDisk;
+pub use reconcile::Reconciled;
+pub use small::{MAX_SMALL_BYTES, Scope};
+pub use stored_file::StoredFile;
+pub use temporary::Stored;
+
+use crate::format::FormatError;
+use crate::format::file::FileKey;
+use crate::format::tree::Hash;
+use crate::id::Epoch;
+use crate::kind::Kind;
+
+/// Why the store did not do it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The disk did not.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// The index did not.
+    #[error("index: {0}")]
+    Index(#[from] KvError),
+    /// A file or record does not parse.
+    #[error("{path}: {source}")]
+    Format {
+        /// Where it lies.
+        path: String,
+        /// What is wrong with it.
+        source: FormatError,
+    },
+    /// A file says that it is something else than its name.
+    #[error("{path} says that it is {found}: it was moved there; use another copy")]
+    Misplaced {
+        /// Where it lies.
+        path: String,
+        /// What its header says.
+        found: String,
+    },
+    /// A grain is not the one that was written.
+    #[error("grain {grain} of {key} is damaged: use another copy")]
+    Grain {
+        /// The file.
+        key: FileKey,
+        /// The grain.
+        grain: u64,
+    },
+    /// What came back from the medium is not what was written.
+    #[error(
+        "grain {grain} of {key} came back from the disk otherwise than written: replace the disk"
+    )]
+    ReadBack {
+        /// The file.
+        key: FileKey,
+        /// The grain; one behind the last for what follows the data.
+        grain: u64,
+    },
+    /// The bytes given are not those that were announced.
+    #[error("{key} has root {found}, {expected} expected: send it again")]
+    Root {
+        /// The file.
+        key: FileKey,
+        /// What was announced.
+        expected: blake3::Hash,
+        /// What came.
+        found: blake3::Hash,
+    },
+    /// More or fewer bytes than announced, a grain of the wrong length, or twice.
+    #[error("{key}: {why}")]
+    Misuse {
+        /// The file.
+        key: FileKey,
+        /// What the caller did.
+        why: &'static str,
+    },
+    /// Another file is there under the same name.
+    #[error("{key} is there already with other content; it is kept: take another attempt")]
+    Conflict {
+        /// The file.
+        key: FileKey,
+    },
+    /// The folder belongs to another cluster or node.
+    #[error("this data folder belongs to {found}, not to {ours}: give the daemon its own folder")]
+    Foreign {
+        /// Whose it is.
+        found: String,
+        /// Who asked.
+        ours: String,
+    },
+    /// There is data but no `node.id`.
+    #[error(
+        "the data folder has files but no node.id: put node.id back, or start in an empty folder"
+    )]
+    NoIdentity,
+    /// A newer catalogue has been seen.
+    #[error("epoch {given} is over: this node has seen {seen}; ask the newer catalogue")]
+    StaleEpoch {
+        /// The highest epoch seen.
+        seen: Epoch,
+        /// The one that was given.
+        given: Epoch,
+    },
+    /// Not a name for a small record.
+    #[error("{name:?} is not a record name: 1 to 80 of a-z 0-9 -")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// A small record is over its limit.
+    #[error("a small record of {bytes} bytes is over the limit of {MAX_SMALL_BYTES}")]
+    TooLong {
+        /// Its length.
+        bytes: u64,
+    },
+}
+
+impl StoreError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Disk(error) => error.kind(),
+            Self::Index(error) => error.kind(),
+            Self::Format { source, .. } => source.kind(),
+            Self::Misplaced { .. }
+            | Self::Grain { .. }
+            | Self::ReadBack { .. }
+            | Self::Root { .. } => Kind::Corrupt,
+            Self::Conflict { .. } => Kind::Exists,
+            Self::Foreign { .. } | Self::NoIdentity => Kind::Denied,
+            Self::StaleEpoch { .. } => Kind::Fenced,
+            Self::Misuse { .. } | Self::Name { .. } | Self::TooLong { .. } => Kind::Invalid,
+        }
+    }
+}
+
+/// The error of two roots that differ.
+fn root_error(key: FileKey, expected: Hash, found: Hash) -> StoreError {
+    StoreError::Root { key, expected: expected.into(), found: found.into() }
+}

@@ -1,0 +1,306 @@
+//! A folder of the machine.
+//!
+//! Reads past the page cache use `O_DIRECT` on a second descriptor of the same file; where the file system refuses
+//! that (or the file has been renamed before the first such read), the range is dropped from the cache with
+//! `posix_fadvise` and then read. tmpfs keeps everything in memory: there such a read proves nothing about a
+//! medium, since there is none.
+#![allow(clippy::disallowed_methods)] // the one place that asks the system
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
+use std::num::NonZeroU64;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use rustix::fs::{Advice, FallocateFlags, OFlags};
+
+use super::disk::{
+    AlignedBuffer, DIRECT_ALIGN_BYTES, Disk, DiskEntry, DiskError, DiskFile, DiskLock, Space,
+    check_path,
+};
+
+/// The buffer through which ragged ends of direct reads pass.
+const BOUNCE_BYTES: usize = 64 * 1024;
+
+/// The disk under one folder of the machine.
+#[derive(Debug, Clone)]
+pub struct RealDisk {
+    root: PathBuf,
+}
+
+impl RealDisk {
+    /// The disk under `root`, which is made when it is missing.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Self, DiskError> {
+        let root = root.into();
+        fs::create_dir_all(&root).map_err(|e| DiskError::from_io("create", text(&root), e))?;
+        Ok(Self { root })
+    }
+
+    /// The folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn full(&self, path: &str) -> Result<PathBuf, DiskError> {
+        check_path(path)?;
+        Ok(self.root.join(path))
+    }
+
+    fn dir(&self, path: &str) -> Result<PathBuf, DiskError> {
+        if path.is_empty() { Ok(self.root.clone()) } else { self.full(path) }
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// Puts the verb and the path to an error of the system.
+fn during<'a>(op: &'static str, path: &'a Path) -> impl Fn(io::Error) -> DiskError + 'a {
+    move |error| DiskError::from_io(op, text(path), error)
+}
+
+impl Disk for RealDisk {
+    fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        let path = self.full(path)?;
+        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
+        Ok(Box::new(RealFile::new(file.map_err(during("create", &path))?, path)))
+    }
+
+    fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        let path = self.full(path)?;
+        let file = File::open(&path).map_err(during("open", &path))?;
+        Ok(Box::new(RealFile::new(file, path)))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
+        let (from, to) = (self.full(from)?, self.full(to)?);
+        fs::rename(&from, &to).map_err(during("rename", &from))
+    }
+
+    fn remove(&self, path: &str) -> Result<(), DiskError> {
+        let path = self.full(path)?;
+        fs::remove_file(&path).map_err(during("remove", &path))
+    }
+
+    fn create_dir(&self, path: &str) -> Result<bool, DiskError> {
+        let path = self.full(path)?;
+        match fs::create_dir(&path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(during("create", &path)(error)),
+        }
+    }
+
+    fn remove_dir_if_empty(&self, path: &str) -> Result<bool, DiskError> {
+        let path = self.full(path)?;
+        match fs::remove_dir(&path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(false),
+            Err(error) => Err(during("remove", &path)(error)),
+        }
+    }
+
+    fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
+        let path = self.dir(path)?;
+        let fail = during("list", &path);
+        let mut entries = Vec::new();
+        for entry in fs::read_dir(&path).map_err(&fail)? {
+            let entry = entry.map_err(&fail)?;
+            let meta = match entry.metadata() {
+                Ok(meta) => meta,
+                // Removed since the folder was read.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(fail(error)),
+            };
+            entries.push(DiskEntry {
+                name: entry.file_name().to_string_lossy().into_owned(),
+                is_dir: meta.is_dir(),
+                len_bytes: if meta.is_dir() { 0 } else { meta.len() },
+            });
+        }
+        entries.sort();
+        Ok(entries)
+    }
+
+    fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
+        let path = self.dir(path)?;
+        File::open(&path).and_then(|dir| dir.sync_all()).map_err(during("sync", &path))
+    }
+
+    fn sync_all(&self) -> Result<(), DiskError> {
+        let fail = during("sync", &self.root);
+        let root = File::open(&self.root).map_err(&fail)?;
+        rustix::fs::syncfs(&root).map_err(|errno| fail(errno.into()))
+    }
+
+    fn space(&self) -> Result<Space, DiskError> {
+        let stat = rustix::fs::statvfs(&self.root)
+            .map_err(|errno| during("measure", &self.root)(errno.into()))?;
+        Ok(Space {
+            total_bytes: stat.f_blocks.saturating_mul(stat.f_frsize),
+            free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
+        })
+    }
+
+    fn lock(&self, path: &str) -> Result<DiskLock, DiskError> {
+        let path = self.full(path)?;
+        let fail = during("lock", &path);
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create(true).truncate(false).open(&path);
+        let file = file.map_err(&fail)?;
+        match file.try_lock() {
+            Ok(()) => Ok(DiskLock::new(file)),
+            Err(TryLockError::WouldBlock) => Err(DiskError::InUse { path: text(&path) }),
+            Err(TryLockError::Error(error)) => Err(fail(error)),
+        }
+    }
+}
+
+struct RealFile {
+    file: File,
+    path: PathBuf,
+    /// The descriptor for direct reads, opened at the first one; `None` where there can be none.
+    direct: OnceLock<Option<File>>,
+}
+
+impl RealFile {
+    fn new(file: File, path: PathBuf) -> Self {
+        Self { file, path, direct: OnceLock::new() }
+    }
+
+    fn direct(&self) -> Option<&File> {
+        let open = || {
+            let flags = OFlags::DIRECT.bits() as i32;
+            let direct = OpenOptions::new().read(true).custom_flags(flags).open(&self.path).ok()?;
+            let (ours, found) = (self.file.metadata().ok()?, direct.metadata().ok()?);
+            // Another file may have our name by now.
+            ((ours.dev(), ours.ino()) == (found.dev(), found.ino())).then_some(direct)
+        };
+        self.direct.get_or_init(open).as_ref()
+    }
+
+    fn short_or_io(&self, buf: &[u8], offset: u64, error: io::Error) -> DiskError {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => DiskError::Short {
+                path: text(&self.path),
+                end_bytes: offset.saturating_add(buf.len() as u64),
+            },
+            _ => DiskError::from_io("read", text(&self.path), error),
+        }
+    }
+}
+
+/// Fills `buf` through a descriptor that takes aligned reads only.
+fn read_direct(direct: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
+    const ALIGN: usize = DIRECT_ALIGN_BYTES;
+    let mut bounce: Option<AlignedBuffer> = None;
+    let mut done = 0;
+    while done < buf.len() {
+        let (at, rest) = (offset + done as u64, &mut buf[done..]);
+        let skip = (at % ALIGN as u64) as usize;
+        let suits = skip == 0 && rest.as_ptr().align_offset(ALIGN) == 0 && rest.len() >= ALIGN;
+        let step = if suits {
+            let whole = rest.len() / ALIGN * ALIGN;
+            direct.read_at(&mut rest[..whole], at)
+        } else {
+            let through = bounce.get_or_insert_with(|| AlignedBuffer::new(BOUNCE_BYTES)).bytes();
+            let want = (skip + rest.len()).next_multiple_of(ALIGN).min(BOUNCE_BYTES);
+            direct.read_at(&mut through[..want], at - skip as u64).map(|got| {
+                let usable = got.saturating_sub(skip).min(rest.len());
+                rest[..usable].copy_from_slice(&through[skip..skip + usable]);
+                usable
+            })
+        };
+        match step {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+impl DiskFile for RealFile {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
+        let read = self.file.read_exact_at(buf, offset);
+        read.map_err(|error| self.short_or_io(buf, offset, error))
+    }
+
+    fn read_past_cache_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
+        if let Some(direct) = self.direct() {
+            match read_direct(direct, buf, offset) {
+                // The file system took the flag, but not this read.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
+                done => return done.map_err(|error| self.short_or_io(buf, offset, error)),
+            }
+        }
+        // Only whole pages are dropped: reach out to their borders.
+        let start = offset - offset % DIRECT_ALIGN_BYTES as u64;
+        let len = (offset - start + buf.len() as u64).next_multiple_of(DIRECT_ALIGN_BYTES as u64);
+        rustix::fs::fadvise(&self.file, start, NonZeroU64::new(len), Advice::DontNeed)
+            .map_err(|errno| during("read past the cache", &self.path)(errno.into()))?;
+        self.read_at(buf, offset)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
+        self.file.write_all_at(bytes, offset).map_err(during("write", &self.path))
+    }
+
+    fn reserve(&self, len_bytes: u64) -> Result<(), DiskError> {
+        use rustix::io::Errno;
+        if len_bytes == 0 {
+            return Ok(());
+        }
+        match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, 0, len_bytes) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(errno) => Err(during("reserve space for", &self.path)(errno.into())),
+        }
+    }
+
+    fn sync(&self) -> Result<(), DiskError> {
+        self.file.sync_data().map_err(during("sync", &self.path))
+    }
+
+    fn len_bytes(&self) -> Result<u64, DiskError> {
+        let meta = self.file.metadata().map_err(during("measure", &self.path))?;
+        Ok(meta.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the file system can do it, a read past the cache is a direct one: the fallback would hide a
+    /// wrong flag.
+    #[test]
+    fn direct_reads_are_direct_where_they_can_be() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let probe = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .custom_flags(OFlags::DIRECT.bits() as i32)
+            .open(folder.path().join("probe"));
+        if probe.is_err() {
+            return;
+        }
+        let disk = RealDisk::open(folder.path()).unwrap();
+        let path = disk.full("file").unwrap();
+        let file = RealFile::new(File::create_new(&path).unwrap(), path.clone());
+        file.write_at(&[7; 5000], 0).unwrap();
+        file.sync().unwrap();
+        let mut buf = [0; 5000];
+        read_direct(file.direct().unwrap(), &mut buf, 0).unwrap();
+        assert_eq!(buf, [7; 5000]);
+
+        let moved = RealFile::new(File::open(&path).unwrap(), path.clone());
+        fs::rename(&path, folder.path().join("else")).unwrap();
+        File::create_new(&path).unwrap();
+        assert!(moved.direct().is_none(), "another file has the name now");
+        moved.read_past_cache_at(&mut buf, 0).unwrap();
+    }
+}

@@ -1,0 +1,146 @@
+//! The index is brought in line with the folders: at every open, and when it is made again.
+//!
+//! Names and lengths are compared, no data is read; only files that the index does not have are opened. What
+//! does not prove itself goes to quarantine, what cannot be read now stays, what is not ours is counted.
+
+use std::collections::HashSet;
+
+use serde::Serialize;
+
+use super::StoreError;
+use super::disk::DiskEntry;
+use super::folder::Store;
+use super::index::{FileInfo, Totals};
+use super::names::{SHARDS, parse_stripe_index, shard_dir, stripe_dir};
+use super::small::is_small_name;
+use crate::format::file::{FileKey, FileName};
+use crate::id::{ShardId, StripeId};
+use crate::kind::Kind;
+
+/// What [`Store::open`] found when it compared index and folders.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Reconciled {
+    /// Files that the index did not have, or had otherwise.
+    pub added: u64,
+    /// Entries without a file.
+    pub dropped: u64,
+    /// Files that proved nothing and are in quarantine now.
+    pub quarantined: u64,
+    /// Files that could not be read now (disk errors, a later release's): left, and not in the index.
+    pub unreadable: u64,
+    /// Names that are not ours: left alone.
+    pub strangers: u64,
+}
+
+impl Store {
+    /// Forgets the index and makes it again from the files. Writers wait at their end until it is done.
+    pub fn rebuild_index(&self) -> Result<Reconciled, StoreError> {
+        self.index().retain_stripes(|_| false)?;
+        self.reconcile()
+    }
+
+    /// Brings the index in line with the folders.
+    pub(super) fn reconcile(&self) -> Result<Reconciled, StoreError> {
+        let mut walk = Walk { store: self, report: Reconciled::default(), seen: HashSet::new() };
+        let report = self.index().exclusively(|totals| {
+            let quarantined = self.count_quarantine()?;
+            walk.shards(totals)?;
+            walk.report.dropped +=
+                self.index().retain_stripes(|stripe| walk.seen.contains(&stripe))?;
+            totals.quarantined = quarantined + walk.report.quarantined;
+            Ok::<_, StoreError>(walk.report)
+        })?;
+        if report != Reconciled::default() {
+            tracing::warn!(?report, "the index was not in line with the files");
+        }
+        Ok(report)
+    }
+}
+
+/// The stripe's index, if this is the folder of one.
+pub(super) fn stripe_index(entry: &DiskEntry) -> Option<u32> {
+    if entry.is_dir { parse_stripe_index(&entry.name) } else { None }
+}
+
+/// One walk over `shards/`.
+struct Walk<'a> {
+    store: &'a Store,
+    report: Reconciled,
+    seen: HashSet<StripeId>,
+}
+
+impl Walk<'_> {
+    fn shards(&mut self, totals: &mut Totals) -> Result<(), StoreError> {
+        for entry in self.store.disk().list(SHARDS)? {
+            match entry.name.parse().ok().filter(|_| entry.is_dir) {
+                Some(shard) => self.shard(shard, totals)?,
+                None => self.report.strangers += 1,
+            }
+        }
+        Ok(())
+    }
+
+    fn shard(&mut self, shard: ShardId, totals: &mut Totals) -> Result<(), StoreError> {
+        for entry in self.store.disk().list(&shard_dir(shard))? {
+            match stripe_index(&entry) {
+                Some(index) => self.stripe(StripeId { shard, index }, totals)?,
+                None => self.small(&entry, totals),
+            }
+        }
+        Ok(())
+    }
+
+    fn small(&mut self, entry: &DiskEntry, totals: &mut Totals) {
+        if !entry.is_dir && is_small_name(&entry.name) {
+            totals.small_bytes += entry.len_bytes;
+        } else {
+            self.report.strangers += 1;
+        }
+    }
+
+    fn stripe(&mut self, stripe: StripeId, totals: &mut Totals) -> Result<(), StoreError> {
+        self.seen.insert(stripe);
+        let known = self.store.index().find(stripe)?;
+        let mut files = Vec::new();
+        for entry in self.store.disk().list(&stripe_dir(stripe))? {
+            match entry.name.parse::<FileName>().ok().filter(|_| !entry.is_dir) {
+                Some(name) => {
+                    files.extend(self.file(FileKey { stripe, name }, entry.len_bytes, &known)?);
+                }
+                None => self.small(&entry, totals),
+            }
+        }
+        let gone = |info: &&FileInfo| !files.iter().any(|file: &FileInfo| file.key() == info.key());
+        self.report.dropped += known.iter().filter(gone).count() as u64;
+        self.store.index().replace_stripe(stripe, &files, totals)
+    }
+
+    /// A file as the index has it, or as its header says where the index does not fit.
+    fn file(
+        &mut self,
+        key: FileKey,
+        file_bytes: u64,
+        known: &[FileInfo],
+    ) -> Result<Option<FileInfo>, StoreError> {
+        let fits = |info: &&FileInfo| info.key() == key && info.file_bytes == file_bytes;
+        if let Some(info) = known.iter().find(fits) {
+            return Ok(Some(*info));
+        }
+        match self.store.open_file(key) {
+            Ok(file) => {
+                self.report.added += 1;
+                Ok(Some(file.info()))
+            }
+            Err(error) if error.kind() == Kind::Corrupt => {
+                self.store.move_to_quarantine(key, &error.to_string())?;
+                self.report.quarantined += 1;
+                Ok(None)
+            }
+            Err(error) => {
+                tracing::error!(%key, %error, "cannot read a file; it is left where it is");
+                self.report.unreadable += 1;
+                Ok(None)
+            }
+        }
+    }
+}

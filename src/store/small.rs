@@ -1,0 +1,135 @@
+//! Small records beside the files: commit marks, fences, tombstones, receipts, stripe records.
+//!
+//! They are written whole and replaced whole: after a crash the old or the new one is there. What is in them is
+//! sealed by whoever writes them (`format::envelope`).
+
+use super::StoreError;
+use super::disk::{DiskError, DiskFile};
+use super::folder::Store;
+use super::names::{shard_dir, stripe_dir};
+use crate::format::envelope::MAX_RECORD_BYTES;
+use crate::id::{ShardId, StripeId};
+
+/// The longest small record.
+pub const MAX_SMALL_BYTES: u64 = MAX_RECORD_BYTES as u64;
+
+/// What a small record belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scope {
+    /// A shard.
+    Shard(ShardId),
+    /// One stripe of a shard.
+    Stripe(StripeId),
+}
+
+impl Scope {
+    fn dir(self) -> String {
+        match self {
+            Self::Shard(shard) => shard_dir(shard),
+            Self::Stripe(stripe) => stripe_dir(stripe),
+        }
+    }
+
+    fn path(self, name: &str) -> Result<String, StoreError> {
+        if !is_small_name(name) {
+            return Err(StoreError::Name { name: name.chars().take(128).collect() });
+        }
+        Ok(format!("{}/{name}", self.dir()))
+    }
+}
+
+/// Whether a small record can have this name. None of them is the name of a replica or piece file (those have
+/// a dot), nor of a stripe's folder (8 hexadecimal digits).
+pub(super) fn is_small_name(name: &str) -> bool {
+    (1..=80).contains(&name.len())
+        && name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'-'))
+        && super::names::parse_stripe_index(name).is_none()
+}
+
+/// Reads a whole small file.
+pub(super) fn read_all(file: &dyn DiskFile) -> Result<Vec<u8>, StoreError> {
+    let bytes = file.len_bytes()?;
+    if bytes > MAX_SMALL_BYTES {
+        return Err(StoreError::TooLong { bytes });
+    }
+    let mut out = vec![0; bytes as usize];
+    file.read_at(&mut out, 0)?;
+    Ok(out)
+}
+
+/// Turns "not there" into `None`.
+pub(super) fn if_found<T>(result: Result<T, DiskError>) -> Result<Option<T>, DiskError> {
+    match result {
+        Ok(found) => Ok(Some(found)),
+        Err(DiskError::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl Store {
+    /// Stores a small record, over the one that has its name, and returns when it is durable.
+    ///
+    /// A name is 1 to 80 of `a-z 0-9 -`, and not 8 hexadecimal digits.
+    pub fn put_small(&self, scope: Scope, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
+        let path = scope.path(name)?;
+        let old_bytes = self.put_record(&path, bytes)?;
+        self.index().count_small(old_bytes, Some(bytes.len() as u64));
+        Ok(())
+    }
+
+    /// A small record, or `None`.
+    pub fn get_small(&self, scope: Scope, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
+        self.get_record(&scope.path(name)?)
+    }
+
+    /// Removes a small record and returns when that is durable; `false` when there was none.
+    pub fn remove_small(&self, scope: Scope, name: &str) -> Result<bool, StoreError> {
+        let path = scope.path(name)?;
+        let bytes = match if_found(self.disk().open(&path))? {
+            Some(file) => file.len_bytes()?,
+            None => 0,
+        };
+        let removed = self.names().remove(&path)?;
+        if removed {
+            self.index().count_small(Some(bytes), None);
+        }
+        Ok(removed)
+    }
+
+    /// The names and lengths of a scope's small records, by name.
+    pub fn list_small(&self, scope: Scope) -> Result<Vec<(String, u64)>, StoreError> {
+        let entries = if_found(self.disk().list(&scope.dir()))?.unwrap_or_default();
+        let small = entries.into_iter().filter(|e| !e.is_dir && is_small_name(&e.name));
+        Ok(small.map(|entry| (entry.name, entry.len_bytes)).collect())
+    }
+
+    /// Writes a record anywhere in the folder; gives the length of the one that was there.
+    pub(super) fn put_record(&self, path: &str, bytes: &[u8]) -> Result<Option<u64>, StoreError> {
+        if bytes.len() as u64 > MAX_SMALL_BYTES {
+            return Err(StoreError::TooLong { bytes: bytes.len() as u64 });
+        }
+        let temporary = self.names().temporary();
+        let written = self.disk().create_new(&temporary).and_then(|file| {
+            file.write_at(bytes, 0)?;
+            file.sync()
+        });
+        let old_len = || match if_found(self.disk().open(path))? {
+            Some(file) => file.len_bytes().map(Some),
+            None => Ok(None),
+        };
+        let done = written.and_then(|()| self.names().publish(&temporary, path, old_len));
+        if done.is_err() {
+            // Whatever is left of it goes at the next open.
+            let _ = self.disk().remove(&temporary);
+        }
+        Ok(done?)
+    }
+
+    /// Reads a record from anywhere in the folder.
+    pub(super) fn get_record(&self, path: &str) -> Result<Option<Vec<u8>>, StoreError> {
+        match if_found(self.disk().open(path))? {
+            Some(file) => read_all(file.as_ref()).map(Some),
+            None => Ok(None),
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! A replica or piece file that was opened: its header and tree agree with each other, with its name and with
+//! this cluster. Its data is proven grain by grain, as it is read.
+
+use super::StoreError;
+use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
+use super::index::FileInfo;
+use super::names::file_path;
+use crate::format::FormatError;
+use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
+use crate::format::tree::{GrainTree, grain_len};
+use crate::id::ClusterId;
+use crate::units::{GRAIN_BYTES, MIB, grains};
+
+/// One read of a scrub.
+const SCRUB_BYTES: u64 = MIB;
+
+/// An open replica or piece file. It can still be read when its name is removed or taken over.
+pub struct StoredFile {
+    file: Box<dyn DiskFile>,
+    key: FileKey,
+    header: FileHeader,
+    tree: GrainTree,
+    file_bytes: u64,
+}
+
+type Read = fn(&dyn DiskFile, &mut [u8], u64) -> Result<(), DiskError>;
+
+impl StoredFile {
+    pub(super) fn open(
+        disk: &dyn Disk,
+        cluster: ClusterId,
+        key: FileKey,
+    ) -> Result<Self, StoreError> {
+        let path = file_path(key);
+        let file = disk.open(&path)?;
+        let file_bytes = file.len_bytes()?;
+        let (header, tree) = read_tail(file.as_ref(), file_bytes, &path)?;
+        if header.cluster != cluster || header.key() != key {
+            let found = format!("{} of cluster {}", header.key(), header.cluster);
+            return Err(StoreError::Misplaced { path, found });
+        }
+        Ok(Self { file, key, header, tree, file_bytes })
+    }
+
+    /// What the file says about itself.
+    pub fn header(&self) -> &FileHeader {
+        &self.header
+    }
+
+    /// The hashes of its grains.
+    pub fn tree(&self) -> &GrainTree {
+        &self.tree
+    }
+
+    /// Its key.
+    pub fn key(&self) -> FileKey {
+        self.key
+    }
+
+    /// What the index keeps of it.
+    pub fn info(&self) -> FileInfo {
+        FileInfo::of(&self.header, self.file_bytes)
+    }
+
+    /// Reads a range of the data without proving it: for who checks the bytes otherwise.
+    pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
+        self.check_range(offset, buf.len())?;
+        Ok(self.file.read_at(buf, offset)?)
+    }
+
+    /// Fills `buf` with whole grains from grain `first` on, as many as fit, and proves each. Gives the bytes
+    /// read; 0 past the end, or when `buf` is shorter than the grain.
+    pub fn read_grains(&self, first: u64, buf: &mut [u8]) -> Result<usize, StoreError> {
+        self.read_proven(first, buf, |file, buf, at| file.read_at(buf, at))
+    }
+
+    /// As [`read_grains`](Self::read_grains), from the medium instead of the page cache.
+    pub fn read_grains_past_cache(&self, first: u64, buf: &mut [u8]) -> Result<usize, StoreError> {
+        self.read_proven(first, buf, |file, buf, at| file.read_past_cache_at(buf, at))
+    }
+
+    /// Reads any range of the data; every grain that it touches is read whole and proven.
+    pub fn read_verified(&self, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
+        self.check_range(offset, buf.len())?;
+        let mut scratch = Vec::new();
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let (grain, skip) = (at / GRAIN_BYTES, (at % GRAIN_BYTES) as usize);
+            let whole = if skip == 0 { self.read_grains(grain, &mut buf[done..])? } else { 0 };
+            if whole > 0 {
+                done += whole;
+                continue;
+            }
+            scratch.resize(GRAIN_BYTES as usize, 0);
+            let got = self.read_grains(grain, &mut scratch)?;
+            let wanted = (buf.len() - done).min(got - skip);
+            buf[done..done + wanted].copy_from_slice(&scratch[skip..skip + wanted]);
+            done += wanted;
+        }
+        Ok(())
+    }
+
+    /// Reads all of it from the medium and gives the grains that are damaged or cannot be read. Holds one
+    /// buffer of 1 MiB.
+    pub fn scrub(&self) -> Vec<u64> {
+        let mut buffer = AlignedBuffer::new(SCRUB_BYTES as usize);
+        let mut damaged = Vec::new();
+        let all = grains(self.header.len_bytes);
+        let step = SCRUB_BYTES / GRAIN_BYTES;
+        for first in (0..all).step_by(step as usize) {
+            if self.read_grains_past_cache(first, buffer.bytes()).is_ok() {
+                continue;
+            }
+            // Something in this run: ask grain by grain.
+            for grain in first..all.min(first + step) {
+                let one = buffer.bytes().get_mut(..GRAIN_BYTES as usize).unwrap_or_default();
+                if self.read_grains_past_cache(grain, one).is_err() {
+                    damaged.push(grain);
+                }
+            }
+        }
+        damaged
+    }
+
+    fn check_range(&self, offset: u64, len: usize) -> Result<(), StoreError> {
+        let end = offset.checked_add(len as u64);
+        if end.is_some_and(|end| end <= self.header.len_bytes) {
+            return Ok(());
+        }
+        Err(StoreError::Misuse { key: self.key, why: "the range ends behind the data" })
+    }
+
+    fn read_proven(&self, first: u64, buf: &mut [u8], read: Read) -> Result<usize, StoreError> {
+        let start = first.saturating_mul(GRAIN_BYTES);
+        let left = self.header.len_bytes.saturating_sub(start);
+        let len = if left <= buf.len() as u64 {
+            left as usize
+        } else {
+            buf.len() - buf.len() % GRAIN_BYTES as usize
+        };
+        let Some(buf) = buf.get_mut(..len).filter(|buf| !buf.is_empty()) else { return Ok(0) };
+        read(self.file.as_ref(), buf, start)?;
+        for (grain, bytes) in (first..).zip(buf.chunks(GRAIN_BYTES as usize)) {
+            debug_assert_eq!(bytes.len() as u64, grain_len(self.header.len_bytes, grain));
+            if !self.tree.verify_grain(grain, bytes) {
+                return Err(StoreError::Grain { key: self.key, grain });
+            }
+        }
+        Ok(len)
+    }
+}
+
+/// Reads and parses what lies behind the data, from the trailer back.
+fn read_tail(
+    file: &dyn DiskFile,
+    file_bytes: u64,
+    path: &str,
+) -> Result<(FileHeader, GrainTree), StoreError> {
+    let fail = |source| StoreError::Format { path: path.to_owned(), source };
+    let mut trailer = [0; TRAILER_BYTES as usize];
+    let trailer_at = file_bytes.checked_sub(TRAILER_BYTES).ok_or_else(|| {
+        fail(FormatError::Length {
+            what: "replica or piece file",
+            expected_bytes: TRAILER_BYTES,
+            found_bytes: file_bytes,
+        })
+    })?;
+    file.read_at(&mut trailer, trailer_at)?;
+    let trailer = Trailer::parse(file_bytes, &trailer).map_err(fail)?;
+    let mut tail = vec![0; trailer.tail_bytes() as usize];
+    file.read_at(&mut tail, trailer.data_bytes())?;
+    parse_tail(file_bytes, &tail).map_err(fail)
+}

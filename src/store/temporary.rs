@@ -1,0 +1,155 @@
+//! A file that is being written: nameless to the world until it is whole, proven and durable.
+//!
+//! The order, and why: data and tail are synced before the rename, so that the name never shows half a file;
+//! the folder is synced before the index, so that the index never names a file that
+//! a crash takes back; the index is written before the call returns.
+
+use super::StoreError;
+use super::disk::DiskFile;
+use super::folder::Store;
+use super::index::FileInfo;
+use super::names::file_path;
+use super::stored_file::StoredFile;
+use crate::format::file::{Content, FileHeader, FileKey, TRAILER_BYTES, tail_to_bytes};
+use crate::format::tree::{GrainTree, HASH_BYTES, Hash};
+use crate::id::StripeId;
+use crate::kind::Kind;
+use crate::units::{MAX_BLOCK_BYTES, grains};
+
+/// Room for the sealed header in the space that is reserved.
+const HEADER_ROOM_BYTES: u64 = 256;
+
+/// A file that is durable under its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stored {
+    /// Under which key.
+    pub key: FileKey,
+    /// BLAKE3 of the data.
+    pub root: Hash,
+    /// The length of the data.
+    pub len_bytes: u64,
+    /// Whether a file of the same content was there before. Its name now leads to the new one.
+    pub was_there: bool,
+}
+
+/// What a writer is about to write.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    pub(super) stripe: StripeId,
+    pub(super) content: Content,
+    pub(super) layout: u8,
+    pub(super) len_bytes: u64,
+}
+
+impl Plan {
+    pub(super) fn key(&self) -> FileKey {
+        FileKey { stripe: self.stripe, name: self.content.name() }
+    }
+}
+
+/// What follows the data.
+pub(super) struct Tail {
+    header: FileHeader,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// The file in `tmp/`; dropping it removes it.
+pub(super) struct Temporary {
+    store: Store,
+    plan: Plan,
+    path: String,
+    file: Box<dyn DiskFile>,
+    published: bool,
+}
+
+impl Temporary {
+    /// Makes the file and reserves all the space that it will take.
+    pub(super) fn create(store: &Store, plan: Plan) -> Result<Self, StoreError> {
+        let (key, len_bytes) = (plan.key(), plan.len_bytes);
+        if len_bytes > MAX_BLOCK_BYTES {
+            return Err(StoreError::Misuse { key, why: "longer than a block can be" });
+        }
+        let path = store.names().temporary();
+        let file = store.disk().create_new(&path)?;
+        let this = Self { store: store.clone(), plan, path, file, published: false };
+        let tail_bytes = grains(len_bytes) * HASH_BYTES + HEADER_ROOM_BYTES + TRAILER_BYTES;
+        this.file.reserve(len_bytes + tail_bytes)?;
+        Ok(this)
+    }
+
+    pub(super) fn key(&self) -> FileKey {
+        self.plan.key()
+    }
+
+    pub(super) fn len_bytes(&self) -> u64 {
+        self.plan.len_bytes
+    }
+
+    pub(super) fn file(&self) -> &dyn DiskFile {
+        self.file.as_ref()
+    }
+
+    /// Writes what follows the data. It is the caller who syncs, and looks at it again if he wants to.
+    pub(super) fn write_tail(&self, tree: &GrainTree) -> Result<Tail, StoreError> {
+        let header = FileHeader {
+            cluster: self.store.cluster(),
+            stripe: self.plan.stripe,
+            content: self.plan.content,
+            len_bytes: self.plan.len_bytes,
+            root: tree.root(),
+            written_by: self.store.node(),
+            layout: self.plan.layout,
+        };
+        let bytes = tail_to_bytes(&header, tree)
+            .map_err(|source| StoreError::Format { path: file_path(self.key()), source })?;
+        self.file.write_at(&bytes, header.len_bytes)?;
+        Ok(Tail { header, bytes })
+    }
+
+    /// Gives the file, which is whole and synced, its name, and returns when that is durable and indexed.
+    pub(super) fn publish(mut self, tail: &Tail) -> Result<Stored, StoreError> {
+        let (key, header) = (self.key(), &tail.header);
+        let was_there = self.take_name(header)?;
+        self.published = true;
+        let file_bytes = header.len_bytes + tail.bytes.len() as u64;
+        self.store.index().update(key, Some(FileInfo::of(header, file_bytes)))?;
+        Ok(Stored { key, root: header.root, len_bytes: header.len_bytes, was_there })
+    }
+
+    /// Takes the name, unless other content has it. A file there that proves nothing is moved to quarantine.
+    fn take_name(&self, header: &FileHeader) -> Result<bool, StoreError> {
+        let (store, key) = (&self.store, self.key());
+        let take = || {
+            let path = file_path(key);
+            store.names().publish(&self.path, &path, || same_content(store, key, header))
+        };
+        match take() {
+            Err(error) if error.kind() == Kind::Corrupt => {
+                store.quarantine(key, &error.to_string())?;
+                take()
+            }
+            done => done,
+        }
+    }
+}
+
+/// Whether the file under `key` has the content of `header`; an error when it has another.
+fn same_content(store: &Store, key: FileKey, header: &FileHeader) -> Result<bool, StoreError> {
+    match StoredFile::open(store.disk(), store.cluster(), key) {
+        Ok(there) if FileHeader { written_by: header.written_by, ..*there.header() } == *header => {
+            Ok(true)
+        }
+        Ok(_) => Err(StoreError::Conflict { key }),
+        Err(error) if error.kind() == Kind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.published {
+            // Whatever stays is removed at the next open.
+            let _ = self.store.disk().remove(&self.path);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! A cluster in one process: the node and client code over disks, maps and a network in memory.
+#![allow(dead_code)] // each test binary uses its part
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
+use rapidraid::clock::SystemClock;
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::id::{ClusterId, Job, PeerName, Step};
+use rapidraid::net::memory::MemoryNetwork;
+use rapidraid::net::{Peer, Role};
+use rapidraid::node::{Node, NodeParts, NodeSettings};
+use rapidraid::pipeline::workers::Workers;
+use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
+use rapidraid::wire::order::Codec;
+
+pub const CLUSTER: ClusterId = ClusterId([7; 16]);
+const DISK_BYTES: u64 = 4 << 30;
+
+/// One node's machine: what survives when its process is killed.
+#[derive(Clone)]
+pub struct Machine {
+    pub name: PeerName,
+    pub disk: Arc<MemoryDisk>,
+    index: Arc<MemoryKv>,
+    catalogue: Option<Arc<MemoryKv>>,
+}
+
+pub struct World {
+    pub network: Arc<MemoryNetwork>,
+    pub machines: Vec<Machine>,
+    pub nodes: BTreeMap<usize, Arc<Node>>,
+    pub block_bytes: u64,
+    pub memory_bytes: u64,
+    pub codes: Vec<(u8, u8)>,
+    pub lease: Duration,
+    clients: std::cell::Cell<u32>,
+}
+
+pub fn address(index: usize) -> String {
+    format!("node{index:02}:7440")
+}
+
+impl World {
+    /// `count` storage nodes, numbered from 1; node 0 hosts the catalogue and stores nothing.
+    pub async fn start(count: usize, codes: &[(u8, u8)], block_bytes: u64) -> Self {
+        let machines = (0..=count).map(|index| Machine {
+            name: format!("node{index:02}").parse().unwrap(),
+            disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
+            index: Arc::new(MemoryKv::new()),
+            catalogue: (index == 0).then(|| Arc::new(MemoryKv::new())),
+        });
+        let mut world = Self {
+            network: MemoryNetwork::new(),
+            machines: machines.collect(),
+            nodes: BTreeMap::new(),
+            block_bytes,
+            memory_bytes: 256 << 20,
+            codes: codes.to_vec(),
+            lease: Duration::from_secs(10),
+            clients: std::cell::Cell::new(0),
+        };
+        for index in 0..=count {
+            world.boot(index);
+        }
+        world.until_live(count).await;
+        world
+    }
+
+    /// Starts the daemon of machine `index` on what its disk holds.
+    pub fn boot(&mut self, index: usize) {
+        let machine = self.machines[index].clone();
+        let disk: Arc<dyn Disk> = machine.disk.clone();
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let (store, _) = Store::open(disk, lock, machine.index.clone(), CLUSTER, &machine.name).unwrap();
+        let peer = Peer { role: Role::Node, name: machine.name.clone() };
+        let settings = NodeSettings {
+            cluster: CLUSTER,
+            name: machine.name.clone(),
+            advertise: address(index),
+            zone: String::new(),
+            rack: format!("rack{}", index % 8),
+            storage: index != 0,
+            seeds: vec![address(0)],
+            codes: self.codes.clone(),
+            block_bytes: self.block_bytes,
+            memory_bytes: self.memory_bytes,
+            high_water_percent: 85,
+            lease: self.lease,
+        };
+        let parts = NodeParts {
+            store,
+            catalogue_kv: machine.catalogue.clone().map(|kv| kv as _),
+            transport: Arc::new(self.network.join(peer, &address(index))),
+            clock: SystemClock::new(),
+            entropy: Arc::new(SeededEntropy::new(index as u64 + 1)),
+            workers: Workers::new(4),
+            segmentation_offload: false,
+        };
+        self.nodes.insert(index, Node::start(settings, parts).unwrap());
+    }
+
+    /// Kills the process of machine `index`: connections break, nothing is said.
+    pub async fn kill(&mut self, index: usize) {
+        self.network.kill(&address(index));
+        if let Some(node) = self.nodes.remove(&index) {
+            node.stop().await;
+        }
+    }
+
+    pub async fn until_live(&self, count: usize) {
+        let client = self.client();
+        for _ in 0..200 {
+            let status = client.status().await;
+            let live = status.map_or(0, |status| {
+                status.nodes.iter().filter(|(view, _)| view.live && view.node.storage).count()
+            });
+            if live == count {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("the nodes did not become live");
+    }
+
+    pub fn client(&self) -> Client {
+        let number = self.clients.get();
+        self.clients.set(number + 1);
+        let name: PeerName = format!("client{number}").parse().unwrap();
+        let transport = self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
+        let seeds = (0..3).map(address).collect();
+        let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
+        Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds)
+    }
+}
+
+pub fn job() -> Job {
+    "job".parse().unwrap()
+}
+
+pub fn quiet() -> ProgressFn {
+    Arc::new(|_| ())
+}
+
+/// Deterministic bytes that differ from every shift of themselves.
+pub fn content(len: usize, seed: u64) -> Bytes {
+    let mut bytes = vec![0; len];
+    SeededEntropy::new(seed).fill(&mut bytes);
+    bytes.into()
+}
+
+pub fn shard(name: &str, bytes: &Bytes) -> NewShard {
+    NewShard { name: name.parse().unwrap(), source: Arc::new(bytes.clone()) }
+}
+
+pub async fn save(client: &Client, step: u64, shards: &[(&str, &Bytes)]) {
+    let shards = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
+    client.save(&job(), Step(step), shards, SaveOptions::default(), quiet()).await.unwrap();
+}
+
+pub fn options(plan: PlanChoice) -> ArchiveOptions {
+    ArchiveOptions { plan, codec: Codec::Kernel, parallel: 0 }
+}
+
+/// Restores all shards into a fresh folder and gives it.
+pub async fn restore(
+    client: &Client,
+    step: u64,
+) -> Result<(Arc<MemoryDisk>, rapidraid::client::RestoreReport), rapidraid::client::ClientError> {
+    let out = Arc::new(MemoryDisk::new(DISK_BYTES));
+    let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
+    let report = client.restore(&job(), Some(Step(step)), request, quiet()).await?;
+    Ok((out, report))
+}
+
+pub fn read_file(disk: &dyn Disk, path: &str) -> Vec<u8> {
+    let file = disk.open(path).unwrap();
+    let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    bytes
+}

@@ -183,7 +183,7 @@ fn best_value(
     let current = *coefs.at(place);
     let [at_0, at_1] = [0, 1].map(|value| {
         *coefs.at(place) = value;
-        determinants(&chain_rows(layout, order, &coefs.psi, &coefs.xi, 1).pieces)
+        determinants(&chain_rows(layout, order, &coefs.psi, &coefs.xi).pieces)
     });
     *coefs.at(place) = current;
     // det(v) = at_0 + v (at_0 + at_1) is zero at one value, or at all, or at none.
@@ -240,7 +240,7 @@ mod tests {
             let current = *coefs.at(place);
             let mut count = |value| {
                 *coefs.at(place) = value;
-                let rows = chain_rows(layout, &order, &coefs.psi, &coefs.xi, 1).pieces;
+                let rows = chain_rows(layout, &order, &coefs.psi, &coefs.xi).pieces;
                 determinants(&rows).iter().filter(|&&det| det == 0).count() as u64
             };
             assert_eq!((1..=255).map(&mut count).min(), Some(claimed), "{place:?}");

@@ -348,6 +348,33 @@ mod tests {
         assert_eq!(program.multiplications(), 28);
     }
 
+    /// The figures of docs/paper.md: mean multiplications over 40 draws with so many of the first k missing.
+    #[test]
+    fn with_pieces_missing_it_stays_sparse() {
+        let (code, all) = (chain(16, 11), Vec::from_iter(0..11));
+        let entropy = SeededEntropy::new(1);
+        for (missing, most_sparse, least_dense) in [(1, 28, 80), (3, 42, 95), (5, 48, 105)] {
+            let (mut sparse, mut full) = (0, 0);
+            for _ in 0..40 {
+                let mut pieces = draw(&entropy, 0..11, 11 - missing);
+                pieces.extend(draw(&entropy, 11..16, missing));
+                sparse += reconstruct(&code, &pieces, &all).unwrap().multiplications();
+                full += dense(&code, &pieces).iter().map(multiplications).sum::<usize>();
+            }
+            assert!(sparse <= 40 * most_sparse, "{missing} missing: {sparse} / 40");
+            assert!(full >= 40 * least_dense, "{missing} missing: {full} / 40 dense");
+        }
+    }
+
+    /// `count` different numbers of the range.
+    fn draw(entropy: &SeededEntropy, from: std::ops::Range<usize>, count: usize) -> Vec<usize> {
+        let mut numbers = Vec::from_iter(from);
+        while numbers.len() > count {
+            numbers.remove(entropy.below(numbers.len() as u64) as usize);
+        }
+        numbers
+    }
+
     #[test]
     fn random_bytes_come_back() {
         let mut scratch = Vec::new();

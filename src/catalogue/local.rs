@@ -121,7 +121,8 @@ fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
     let (mut found, mut sum) = (0, 0);
     let mut after: Option<Vec<u8>> = None;
     loop {
-        let page = kv.scan(DATA.as_bytes(), after.as_deref(), MAX_PAGE as usize).map_err(store_error)?;
+        let page =
+            kv.scan(DATA.as_bytes(), after.as_deref(), MAX_PAGE as usize).map_err(store_error)?;
         for (key, stored) in &page {
             found += 1;
             sum ^= summand(&String::from_utf8_lossy(key), stored);

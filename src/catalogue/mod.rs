@@ -68,7 +68,9 @@ pub enum CatalogueError {
     #[error("the catalogue's store: {0}")]
     Store(String),
     /// Entries are missing or changed behind its back.
-    #[error("the catalogue's map lost entries ({found} found, their sum is wrong): nothing was started and nothing is deleted; put its folder back from a backup")]
+    #[error(
+        "the catalogue's map lost entries ({found} found, their sum is wrong): nothing was started and nothing is deleted; put its folder back from a backup"
+    )]
     Incomplete {
         /// How many entries there are.
         found: u64,

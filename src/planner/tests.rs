@@ -88,8 +88,10 @@ fn direct_reads_are_proven() {
             for blocks in [vec![0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], vec![3], vec![10, 2]] {
                 let wanted: Vec<usize> = blocks.iter().map(|&block: &u8| block.into()).collect();
                 let program = reconstruct(&code, &available, &wanted).unwrap();
-                let homes: Vec<NodeId> = program.pieces().iter().map(|&piece| places[piece]).collect();
-                let plan = direct_read(&subject(&code, &places), &program, &homes, &blocks, (3, 9)).unwrap();
+                let homes: Vec<NodeId> =
+                    program.pieces().iter().map(|&piece| places[piece]).collect();
+                let plan = direct_read(&subject(&code, &places), &program, &homes, &blocks, (3, 9))
+                    .unwrap();
                 check(&plan, &code, Goal::Read(&blocks)).unwrap();
             }
         }
@@ -119,7 +121,11 @@ fn a_plan_with_one_wrong_number_is_refused() {
     assert!(matches!(refused(&|plan| plan.hops[5].outputs.clear()), PlanError::Shape { .. }));
     let twice = refused(&|plan| {
         let store = plan.hops[0].clone();
-        plan.hops.push(crate::plan::Hop { outputs: vec![Output::Store(0)], matrix: vec![store.matrix[0].clone()], ..store });
+        plan.hops.push(crate::plan::Hop {
+            outputs: vec![Output::Store(0)],
+            matrix: vec![store.matrix[0].clone()],
+            ..store
+        });
     });
     assert!(matches!(twice, PlanError::Coverage { .. }), "{twice}");
     let circle = refused(&|plan| {

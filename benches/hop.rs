@@ -2,14 +2,15 @@
 //!
 //! Rates count the bytes of one stream for a hop and for hashes, of all sources for encode and decode. `l2`
 //! is what a live node meets (tiles that just arrived); `ram` streams 64 MiB buffers through one core.
-#![allow(missing_docs)] // criterion's macros make undocumented items
+#![allow(missing_docs, clippy::unwrap_used)] // criterion's macros document nothing; a bench may stop
 
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use rapidraid::code::{Code, reconstruct, table};
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::gf::{FingerprintKey, Kernel, Matrix, Mode, field};
+use rapidraid::gf::{self, FingerprintKey, Kernel, Matrix, Mode, field};
 
 /// What each buffer starts later in its pages than the one before.
 const STAGGER_BYTES: usize = 4416;
@@ -90,12 +91,40 @@ fn grain(c: &mut Criterion) {
     }
 }
 
+/// Is the sparse program faster than the dense matrix of the same reconstruction?
+fn reconstruction(c: &mut Criterion) {
+    let code = Code::Chain(table::find(16, 11).unwrap().clone());
+    let blocks: Vec<usize> = (0..11).collect();
+    let (len, mut scratch) = (64 << 10, Vec::new());
+    let (sources, mut targets) = (buffers(11, len), buffers(11, len));
+    let inputs = views(&sources, len);
+    let starts = (0..).step_by(STAGGER_BYTES);
+    let mut outputs: Vec<&mut [u8]> =
+        targets.iter_mut().zip(starts).map(|(target, start)| &mut target[start..]).collect();
+    let mut group = c.benchmark_group("eleven blocks from eleven pieces, by program");
+    group.throughput(Throughput::Bytes((11 * len) as u64));
+    for (name, missing) in [
+        ("the first eleven", &[11, 12, 13, 14, 15][..]),
+        ("one missing", &[4, 12, 13, 14, 15]),
+        ("five missing", &[1, 3, 5, 7, 9]),
+    ] {
+        let available: Vec<usize> = (0..16).filter(|piece| !missing.contains(piece)).collect();
+        let program = reconstruct(&code, &available, &blocks).unwrap();
+        let dense = program.to_matrix().unwrap();
+        group.bench_function(name, |b| b.iter(|| program.run(&inputs, &mut outputs, &mut scratch)));
+        group.bench_function(format!("{name}, dense"), |b| {
+            b.iter(|| gf::apply(&dense, &inputs, &mut outputs, Mode::Overwrite))
+        });
+    }
+    group.finish();
+}
+
 criterion_group! {
     name = benches;
     config = Criterion::default()
         .warm_up_time(Duration::from_millis(300))
         .measurement_time(Duration::from_secs(1))
         .sample_size(20);
-    targets = hop, grain
+    targets = hop, grain, reconstruction
 }
 criterion_main!(benches);

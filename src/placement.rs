@@ -13,7 +13,9 @@ use crate::kind::Kind;
 
 /// There are not enough nodes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{have} nodes are live, the code needs {need}: start more nodes, or configure a smaller code")]
+#[error(
+    "{have} nodes are live, the code needs {need}: start more nodes, or configure a smaller code"
+)]
 pub struct PlacementError {
     /// How many are wanted.
     pub need: usize,
@@ -60,13 +62,17 @@ pub fn ring(nodes: &[Node], turn: u64) -> Vec<RingNode> {
 }
 
 /// The nodes of stripe `index`, one a position, for an (n, k) code in the standard layout.
-pub fn place(ring: &[RingNode], n: usize, k: usize, index: u32) -> Result<Vec<NodeId>, PlacementError> {
+pub fn place(
+    ring: &[RingNode],
+    n: usize,
+    k: usize,
+    index: u32,
+) -> Result<Vec<NodeId>, PlacementError> {
     if ring.len() < n {
         return Err(PlacementError { need: n, have: ring.len() });
     }
     let start = index as usize % ring.len();
-    let rotated: Vec<RingNode> =
-        ring[start..].iter().chain(&ring[..start]).copied().collect();
+    let rotated: Vec<RingNode> = ring[start..].iter().chain(&ring[..start]).copied().collect();
     let mut taken = vec![false; rotated.len()];
     let mut used: HashMap<u16, usize> = HashMap::new();
     let mut placed: Vec<RingNode> = Vec::with_capacity(n);
@@ -114,7 +120,8 @@ mod tests {
                     let places = place(&ring, n, k, stripe).unwrap();
                     let distinct: std::collections::HashSet<_> = places.iter().collect();
                     assert_eq!(distinct.len(), n);
-                    let split = (0..k).filter(|&j| domain[&places[j]] != domain[&places[j + n - k]]);
+                    let split =
+                        (0..k).filter(|&j| domain[&places[j]] != domain[&places[j + n - k]]);
                     let shared = k - split.count();
                     assert!(shared <= usize::from(racks == 2), "({n},{k}) {racks} racks: {shared}");
                 }

@@ -12,7 +12,8 @@ async fn every_plan_archives_and_every_byte_comes_back() {
     let small = content(1, 1);
     let large = content(2 * 11 * (128 << 10) + 54_321, 2);
     let empty = content(0, 3);
-    let plans = [PlanChoice::Chain, PlanChoice::BestStar, PlanChoice::NaiveStar, PlanChoice::StripedStar];
+    let plans =
+        [PlanChoice::Chain, PlanChoice::BestStar, PlanChoice::NaiveStar, PlanChoice::StripedStar];
     for (step, plan) in (1..).zip(plans) {
         save(&client, step, &[("small", &small), ("a/large.bin", &large), ("empty", &empty)]).await;
         let (out, report) = restore(&client, step).await.unwrap();
@@ -22,7 +23,12 @@ async fn every_plan_archives_and_every_byte_comes_back() {
             .archive(&job(), Some(rapidraid::id::Step(step)), options(plan), &mut |_| ())
             .await
             .unwrap();
-        assert_eq!((archived.stripes, archived.undropped, archived.reports.len()), (4, 0, 4), "{:?}", archived.notes);
+        assert_eq!(
+            (archived.stripes, archived.undropped, archived.reports.len()),
+            (4, 0, 4),
+            "{:?}",
+            archived.notes
+        );
         let (out, report) = restore(&client, step).await.unwrap();
         assert_eq!(read_file(&*out, "a/large.bin"), large, "{plan:?}");
         assert_eq!(read_file(&*out, "small"), small);

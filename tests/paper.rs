@@ -1,4 +1,4 @@
-//! The published code (RapidRAID, arXiv 1207.6744, section V) and ours, counted against each other.
+//! The published code (RapidRAID, arXiv 1207.6744) and ours, counted against each other.
 
 use rapidraid::code::{ChainCode, Layout, search, subsets};
 
@@ -30,7 +30,12 @@ fn the_published_order_has_these_natural_dependencies() {
 fn another_order_of_the_same_nodes_has_none() {
     for ((n, k), ..) in COUNTS {
         let layout = Layout::new(n, k).unwrap();
-        let order = search::order(layout, 1, search::DEFAULT_ORDERS).unwrap();
+        let order = match (n, k) {
+            // Searching takes a few seconds for these, so here is what it found.
+            (20, 15) => vec![4, 0, 16, 3, 5, 19, 8, 1, 2, 10, 17, 9, 11, 12, 13, 14, 7, 6, 18, 15],
+            (20, 16) => vec![17, 13, 2, 19, 9, 16, 18, 12, 15, 0, 6, 14, 5, 11, 4, 7, 10, 8, 3, 1],
+            _ => search::order(layout, 1, search::DEFAULT_ORDERS).unwrap(),
+        };
         assert_eq!(subsets::natural(layout, &order), Ok(0), "({n},{k}) {order:?}");
         assert!(search::is_walkable(layout, &order), "({n},{k}) {order:?}");
     }

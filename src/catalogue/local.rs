@@ -1,6 +1,7 @@
 //! The catalogue's engine inside one daemon, over its key-value store.
 //!
-//! Keys and the revision counter change in one durable batch. Leases live in memory, on this process's monotonic clock: after
+//! Keys, the revision counter and a sum over all entries change in one durable batch. The sum is checked at the start: a map that lost entries
+//! without a word (sled can, when its log is damaged) must not pass for the truth. Leases live in memory, on this process's monotonic clock: after
 //! a start every lease that the records name counts as alive for one full period, so that a restart of the catalogue takes nothing from anybody.
 
 use std::collections::HashMap;
@@ -27,6 +28,7 @@ const MAX_LEASES: usize = 65_536;
 const MAX_NODES: usize = 4096;
 
 const REVISION: &[u8] = b"m/revision";
+const SUM: &[u8] = b"m/sum";
 const EPOCH: &[u8] = b"m/epoch";
 const DATA: &str = "k/";
 
@@ -38,9 +40,24 @@ pub struct LocalCatalogue {
     epoch: Epoch,
     lease: Duration,
     started: Duration,
-    revision: Mutex<u64>,
+    written: Mutex<Written>,
     leases: Mutex<HashMap<LeaseId, Duration>>,
     seen: Mutex<HashMap<NodeId, Duration>>,
+}
+
+/// What every batch changes besides a key.
+struct Written {
+    revision: u64,
+    /// XOR of the first 16 bytes of BLAKE3 over each entry.
+    sum: u128,
+}
+
+fn summand(key: &str, stored: &[u8]) -> u128 {
+    let mut hasher = blake3::Hasher::new_derive_key("rapidraid catalogue sum v1");
+    hasher.update(&(key.len() as u64).to_le_bytes()).update(key.as_bytes()).update(stored);
+    let mut first = [0; 16];
+    hasher.finalize_xof().fill(&mut first);
+    u128::from_be_bytes(first)
 }
 
 fn store_error(error: impl std::fmt::Display) -> CatalogueError {
@@ -72,6 +89,7 @@ impl LocalCatalogue {
             }
         };
         let revision = number(kv.get(REVISION).map_err(store_error)?).unwrap_or(0);
+        let sum = check_sum(&*kv)?;
         let started = clock.now();
         Ok(Self {
             kv,
@@ -80,7 +98,7 @@ impl LocalCatalogue {
             epoch: Epoch(epoch),
             lease,
             started,
-            revision: Mutex::new(revision),
+            written: Mutex::new(Written { revision, sum }),
             leases: Mutex::default(),
             seen: Mutex::default(),
         })
@@ -95,6 +113,31 @@ impl LocalCatalogue {
         // Unknown leases are older than our start: they get one full period from there.
         let until = until.copied().unwrap_or(self.started + self.lease);
         self.clock.now() >= until
+    }
+}
+
+/// The sum that the last batch left, if it is the sum of what is there.
+fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
+    let (mut found, mut sum) = (0, 0);
+    let mut after: Option<Vec<u8>> = None;
+    loop {
+        let page =
+            kv.scan(DATA.as_bytes(), after.as_deref(), MAX_PAGE as usize).map_err(store_error)?;
+        for (key, stored) in &page {
+            found += 1;
+            sum ^= summand(&String::from_utf8_lossy(key), stored);
+        }
+        match page.into_iter().next_back() {
+            Some((last, _)) => after = Some(last),
+            None => break,
+        }
+    }
+    let recorded = kv.get(SUM).map_err(store_error)?;
+    let recorded = recorded.and_then(|bytes| <[u8; 16]>::try_from(bytes).ok());
+    if sum == recorded.map_or(0, u128::from_be_bytes) {
+        Ok(sum)
+    } else {
+        Err(CatalogueError::Incomplete { found })
     }
 }
 
@@ -120,25 +163,34 @@ impl Catalogue for LocalCatalogue {
         }
         if let Some(value) = value.as_ref().filter(|value| value.len() > MAX_VALUE_BYTES) {
             let what = format!("value of {key}");
-            return Err(CatalogueError::TooLong { what, bytes: value.len(), limit: MAX_VALUE_BYTES });
+            return Err(CatalogueError::TooLong {
+                what,
+                bytes: value.len(),
+                limit: MAX_VALUE_BYTES,
+            });
         }
-        let mut revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = self.read(key)?;
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let full_key = format!("{DATA}{key}");
+        let before = self.kv.get(full_key.as_bytes()).map_err(store_error)?;
+        let now = before.as_deref().and_then(entry);
         if now.as_ref().map(|entry| entry.revision) != expected {
             return Ok(SetOutcome::Other(now));
         }
-        let next = *revision + 1;
-        let full_key = format!("{DATA}{key}");
-        let counter = next.to_be_bytes();
+        let revision = written.revision + 1;
+        let after = value.map(|value| [&revision.to_be_bytes()[..], &value].concat());
+        let change = |stored: &Option<Vec<u8>>| {
+            stored.as_deref().map_or(0, |stored| summand(&full_key, stored))
+        };
+        let sum = written.sum ^ change(&before) ^ change(&after);
         let mut batch = Batch::new();
-        batch.put(REVISION, counter);
-        match value {
-            Some(value) => batch.put(full_key, [&counter[..], &value].concat()),
+        batch.put(REVISION, revision.to_be_bytes()).put(SUM, sum.to_be_bytes());
+        match after {
+            Some(stored) => batch.put(full_key, stored),
             None => batch.delete(full_key),
         };
         self.kv.apply(&batch).map_err(store_error)?;
-        *revision = next;
-        Ok(SetOutcome::Set(next))
+        *written = Written { revision, sum };
+        Ok(SetOutcome::Set(revision))
     }
 
     async fn list(
@@ -198,14 +250,18 @@ impl Catalogue for LocalCatalogue {
         let id = NodeId::of(&node.name);
         loop {
             let current = self.read(&key)?;
-            let known = current.as_ref().map(|entry| parse::<Node>(&key, &entry.value)).transpose()?;
+            let known =
+                current.as_ref().map(|entry| parse::<Node>(&key, &entry.value)).transpose()?;
             if known.as_ref() == Some(node) {
                 break;
             }
             if known.is_none() {
                 let others = self.nodes().await?;
-                if others.len() >= MAX_NODES || others.iter().any(|view| NodeId::of(&view.node.name) == id) {
-                    let message = format!("node {} cannot be added: rename it, or remove others", node.name);
+                if others.len() >= MAX_NODES
+                    || others.iter().any(|view| NodeId::of(&view.node.name) == id)
+                {
+                    let message =
+                        format!("node {} cannot be added: rename it, or remove others", node.name);
                     return Err(CatalogueError::Refused { kind: Kind::Exists, message });
                 }
             }
@@ -236,5 +292,77 @@ impl Catalogue for LocalCatalogue {
             }
         }
         Ok(views)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::SystemClock;
+    use crate::entropy::SeededEntropy;
+    use crate::store::MemoryKv;
+
+    const LEASE: Duration = Duration::from_secs(10);
+
+    fn open(kv: &Arc<MemoryKv>) -> Result<LocalCatalogue, CatalogueError> {
+        LocalCatalogue::open(kv.clone(), SystemClock::new(), Arc::new(SeededEntropy::new(1)), LEASE)
+    }
+
+    #[tokio::test]
+    async fn a_set_needs_the_revision_that_is_there() {
+        let kv = Arc::new(MemoryKv::new());
+        let catalogue = open(&kv).unwrap();
+        let set = async |key: &str, expected, value: &[u8]| {
+            catalogue.set(key, expected, Some(value.to_vec())).await.unwrap()
+        };
+        assert_eq!(set("a", None, b"1").await, SetOutcome::Set(1));
+        let now = Some(Entry { value: b"1".to_vec(), revision: 1 });
+        assert_eq!(set("a", None, b"2").await, SetOutcome::Other(now.clone()));
+        assert_eq!(set("a", Some(7), b"2").await, SetOutcome::Other(now));
+        assert_eq!(set("a", Some(1), b"2").await, SetOutcome::Set(2));
+        assert_eq!(set("b", Some(1), b"2").await, SetOutcome::Other(None));
+        assert_eq!(catalogue.set("a", Some(2), None).await.unwrap(), SetOutcome::Set(3));
+        assert_eq!(catalogue.get("a").await.unwrap(), None);
+        // Revisions go on after a restart: no old one ever fits a new value.
+        drop(catalogue);
+        let again = open(&kv).unwrap();
+        assert_eq!(again.set("a", None, Some(vec![9])).await.unwrap(), SetOutcome::Set(4));
+    }
+
+    #[tokio::test]
+    async fn a_map_that_lost_or_changed_an_entry_is_not_opened() {
+        let kv = Arc::new(MemoryKv::new());
+        let catalogue = open(&kv).unwrap();
+        for key in ["a", "b", "c"] {
+            catalogue.set(key, None, Some(key.into())).await.unwrap();
+        }
+        open(&kv).unwrap();
+        let b = kv.get(b"k/b").unwrap().unwrap();
+        kv.apply(Batch::new().delete("k/b")).unwrap();
+        assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 2 })));
+        kv.apply(Batch::new().put("k/b", [&b[..], b"!"].concat())).unwrap();
+        assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 3 })));
+        kv.apply(Batch::new().put("k/b", b)).unwrap();
+        open(&kv).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn leases_end_unless_they_are_kept_and_a_restart_renews_them() {
+        let kv = Arc::new(MemoryKv::new());
+        let catalogue = open(&kv).unwrap();
+        let (lease, period) = catalogue.lease_grant().await.unwrap();
+        tokio::time::advance(period / 2).await;
+        assert!(catalogue.lease_touch(lease, true).await.unwrap());
+        tokio::time::advance(period * 3 / 4).await;
+        assert!(catalogue.lease_touch(lease, false).await.unwrap());
+        tokio::time::advance(period / 2).await;
+        assert!(!catalogue.lease_touch(lease, true).await.unwrap());
+        let again = open(&kv).unwrap();
+        assert!(again.lease_touch(lease, false).await.unwrap());
+        tokio::time::advance(period).await;
+        assert!(!again.lease_touch(lease, false).await.unwrap());
+        let (revoked, _) = again.lease_grant().await.unwrap();
+        again.lease_revoke(revoked).await.unwrap();
+        assert!(!again.lease_touch(revoked, false).await.unwrap());
     }
 }

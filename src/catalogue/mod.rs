@@ -47,7 +47,9 @@ pub enum SetOutcome {
 #[non_exhaustive]
 pub enum CatalogueError {
     /// It cannot be reached.
-    #[error("the catalogue cannot be reached ({reason}); seeds asked: {seeds}. Check that its daemon runs")]
+    #[error(
+        "the catalogue cannot be reached ({reason}); seeds asked: {seeds}. Check that its daemon runs"
+    )]
     Unreachable {
         /// Which seeds were asked.
         seeds: String,
@@ -65,6 +67,14 @@ pub enum CatalogueError {
     /// Its store failed.
     #[error("the catalogue's store: {0}")]
     Store(String),
+    /// Entries are missing or changed behind its back.
+    #[error(
+        "the catalogue's map lost entries ({found} found, their sum is wrong): nothing was started and nothing is deleted; put its folder back from a backup"
+    )]
+    Incomplete {
+        /// How many entries there are.
+        found: u64,
+    },
     /// A record in it does not parse.
     #[error("the catalogue's record {key}: {reason}")]
     Record {
@@ -92,7 +102,7 @@ impl CatalogueError {
             CatalogueError::Unreachable { .. } => Kind::Unavailable,
             CatalogueError::Refused { kind, .. } => *kind,
             CatalogueError::Store(_) => Kind::Io,
-            CatalogueError::Record { .. } => Kind::Corrupt,
+            CatalogueError::Incomplete { .. } | CatalogueError::Record { .. } => Kind::Corrupt,
             CatalogueError::TooLong { .. } => Kind::Invalid,
         }
     }

@@ -66,9 +66,10 @@ pub async fn write<R: Record>(
     expected: Option<u64>,
     record: &R,
 ) -> Result<Written<R>, CatalogueError> {
-    let value = record
-        .to_bytes()
-        .map_err(|error| CatalogueError::Record { key: key.to_owned(), reason: error.to_string() })?;
+    let value = record.to_bytes().map_err(|error| CatalogueError::Record {
+        key: key.to_owned(),
+        reason: error.to_string(),
+    })?;
     match catalogue.set(key, expected, Some(value)).await? {
         SetOutcome::Set(revision) => Ok(Written::Set(revision)),
         SetOutcome::Other(entry) => {

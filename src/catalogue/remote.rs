@@ -95,12 +95,16 @@ impl RemoteCatalogue {
             match self.caller.call(&home, call).await {
                 Ok(answer) => return Ok(answer),
                 Err(CallError::Failed(failure)) if !failure.kind.is_transient() => {
-                    return Err(CatalogueError::Refused { kind: failure.kind, message: failure.message });
+                    return Err(CatalogueError::Refused {
+                        kind: failure.kind,
+                        message: failure.message,
+                    });
                 }
                 Err(error) => {
                     self.forget();
                     let reason = error.to_string();
-                    last = Some(CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason });
+                    last =
+                        Some(CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason });
                 }
             }
         }

@@ -42,8 +42,8 @@ use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::pipeline::workers::Workers;
 use crate::topology::Directory;
 use crate::wire::calls::{
-    Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView, Nodes,
-    Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
+    Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
+    Nodes, Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
 };
 use crate::wire::{Call, NodeAddress};
 
@@ -181,7 +181,10 @@ impl Client {
         }
         let seeds = self.inner.seeds.join(", ");
         if asked.is_empty() {
-            return Err(ClientError::Unreachable { seeds, reason: "no seeds are configured".into() });
+            return Err(ClientError::Unreachable {
+                seeds,
+                reason: "no seeds are configured".into(),
+            });
         }
         match futures_util::future::select_ok(asked).await {
             Ok((gateway, _)) => {
@@ -193,7 +196,11 @@ impl Client {
     }
 
     /// Asks the gateway, or another one when it does not answer.
-    async fn ask_within<C: Call>(&self, call: &C, limit: Duration) -> Result<C::Answer, ClientError> {
+    async fn ask_within<C: Call>(
+        &self,
+        call: &C,
+        limit: Duration,
+    ) -> Result<C::Answer, ClientError> {
         let mut round = 0;
         loop {
             round += 1;
@@ -233,7 +240,9 @@ impl Client {
         let mut answer = self.ask(&call).await?;
         while (answer.shards.len() as u64) < u64::from(answer.step.saved.shards) {
             let first_shard = answer.shards.len() as u32;
-            let page = self.ask(&Show { job: job.clone(), step: Some(answer.step.step), first_shard }).await?;
+            let page = self
+                .ask(&Show { job: job.clone(), step: Some(answer.step.step), first_shard })
+                .await?;
             if page.step != answer.step || page.shards.is_empty() {
                 return Err(ClientError::Removed { job: job.clone(), step: answer.step.step });
             }
@@ -305,7 +314,8 @@ impl Client {
         let directory = self.directory().await?;
         let hello = self.ask(&Hello {}).await?;
         let asks = directory.views().map(|view| async {
-            let to = NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };
+            let to =
+                NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };
             let answer = match view.live {
                 true => self.caller().call(&to, &NodeStatus {}).await.ok(),
                 false => None,

@@ -14,8 +14,8 @@ use crate::format::geometry::StripeCut;
 use crate::format::records::{ShardRoot, ShardState, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::{Job, ShardName, Step};
-use crate::pipeline::read::{ReadError, Reading, Sink, StripeReader};
-use crate::pipeline::records;
+use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader};
+use crate::pipeline::records::{self, RecordsError};
 use crate::store::{Disk, DiskError, DiskFile};
 use crate::units::{GRAIN_BYTES, grains};
 
@@ -126,7 +126,15 @@ impl Client {
         request: RestoreRequest,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, Some(&request), request.shard.as_ref(), request.range.clone(), progress).await
+        self.read(
+            job,
+            step,
+            Some(&request),
+            request.shard.as_ref(),
+            request.range.clone(),
+            progress,
+        )
+        .await
     }
 
     /// Reads and verifies a committed step (`None`: the latest) without writing anything.
@@ -179,7 +187,8 @@ impl Client {
             finish_output(output, &parts, &opened, result.is_ok())?;
         }
         result?;
-        let incidents = std::mem::take(&mut *reading.incidents.lock().unwrap_or_else(PoisonError::into_inner));
+        let incidents =
+            std::mem::take(&mut *reading.incidents.lock().unwrap_or_else(PoisonError::into_inner));
         let shards = parts.len() as u32;
         Ok(RestoreReport {
             job: job.clone(),
@@ -212,7 +221,12 @@ impl Client {
             let range = range.clone().unwrap_or(0..root.len_bytes);
             if range.start > range.end || range.end > root.len_bytes {
                 let (name, len_bytes) = (root.name, root.len_bytes);
-                return Err(ClientError::Range { name, from: range.start, to: range.end, len_bytes });
+                return Err(ClientError::Range {
+                    name,
+                    from: range.start,
+                    to: range.end,
+                    len_bytes,
+                });
             }
             parts.push(Part {
                 key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
@@ -247,7 +261,8 @@ impl Client {
                 .collect();
             total += slices.len();
             if !slices.is_empty() {
-                let leaves = records::leaves(&reading.caller, &reading.directory, &part.root).await?;
+                let leaves =
+                    records::leaves(&reading.caller, &reading.directory, &part.root).await?;
                 let leaves = &leaves;
                 let mut plans = stream::iter(slices)
                     .map(|slice| async move {
@@ -276,7 +291,19 @@ impl Client {
         slice: &Slice,
     ) -> Result<StripeReader, ClientError> {
         let (caller, directory) = (&reading.caller, &reading.directory);
-        let info = records::stripe(caller, directory, &part.root, leaves, slice.stripe).await?;
+        let info = match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await
+        {
+            Err(error @ RecordsError::Lost { .. }) => {
+                return Err(ReadError::Lost(Lost {
+                    shard: part.root.name.to_string(),
+                    stripe: slice.stripe,
+                    needs: "its record".into(),
+                    missing: vec![error.to_string()],
+                })
+                .into());
+            }
+            other => other?,
+        };
         let state = part.state.stripe(slice.stripe).unwrap_or(StripeState::Replicated);
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {
@@ -286,7 +313,8 @@ impl Client {
             _ => None,
         };
         let (root, key) = (part.root.clone(), part.key.clone());
-        let plan = StripeReader::plan(reading.clone(), root, key, info, state, receipt, &slice.blocks);
+        let plan =
+            StripeReader::plan(reading.clone(), root, key, info, state, receipt, &slice.blocks);
         Ok(plan.await?)
     }
 
@@ -314,9 +342,14 @@ impl Client {
             work.extend(readers.into_iter().map(|reader| (part, sink.clone(), reader)));
         }
         stream::iter(work.into_iter().map(Ok))
-            .try_for_each_concurrent(STRIPES_AT_ONCE, |(part, sink, (blocks, grains, reader))| async move {
-                Ok::<(), ClientError>(reader.read(&blocks, grains, part.range.clone(), sink).await?)
-            })
+            .try_for_each_concurrent(
+                STRIPES_AT_ONCE,
+                |(part, sink, (blocks, grains, reader))| async move {
+                    Ok::<(), ClientError>(
+                        reader.read(&blocks, grains, part.range.clone(), sink).await?,
+                    )
+                },
+            )
             .await
     }
 }

@@ -11,7 +11,8 @@ use futures_util::stream::{self, TryStreamExt};
 use super::{Client, ClientError, LONG_LIMIT, Progress, ProgressFn};
 use crate::format::geometry::Geometry;
 use crate::format::records::{
-    FIELD_GF8, LAYOUT_STANDARD, Leaves, Record, RingNode, Saved, ShardRoot, StripeRecord, stripes_root,
+    FIELD_GF8, LAYOUT_STANDARD, Leaves, Record, RingNode, Saved, ShardRoot, StripeRecord,
+    stripes_root,
 };
 use crate::gf::FingerprintKey;
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, ShardName, Step, StripeId};
@@ -94,7 +95,9 @@ impl Client {
         let mut restarts = 0;
         loop {
             match self.try_save(job, step, &shards, options, &progress).await {
-                Err(ClientError::Save(error @ SaveError::NoHolders { .. })) if restarts < RESTARTS => {
+                Err(ClientError::Save(error @ SaveError::NoHolders { .. }))
+                    if restarts < RESTARTS =>
+                {
                     // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code.
                     restarts += 1;
                     tracing::warn!(%error, restarts, "the save begins anew");
@@ -174,7 +177,8 @@ impl Saving {
     async fn run(&self, shards: &[NewShard]) -> Result<Saved, ClientError> {
         let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
         let work = (0u32..).zip(shards).map(|(index, shard)| self.shard(index, count, shard));
-        let done: Vec<()> = stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
+        let done: Vec<()> =
+            stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
         Ok(self.client.ask_within(&Commit { job, step, save, shards: count }, LONG_LIMIT).await?)
@@ -202,7 +206,10 @@ impl Saving {
         };
         let mut hashes = Vec::with_capacity(geometry.stripes() as usize);
         for stripe in 0..geometry.stripes() {
-            hashes.push(self.stripe(&upload, &ring, &geometry, StripeId { shard: id, index: stripe }).await?);
+            hashes.push(
+                self.stripe(&upload, &ring, &geometry, StripeId { shard: id, index: stripe })
+                    .await?,
+            );
         }
         let root = ShardRoot {
             job: self.job.clone(),

@@ -7,6 +7,7 @@ use crate::gf::field;
 /// The field operations that elimination needs.
 pub(super) trait Element: Copy + PartialEq {
     const ZERO: Self;
+    const ONE: Self;
     fn sub_mul(self, a: Self, b: Self) -> Self;
     fn add_mul(self, a: Self, b: Self) -> Self;
     fn mul(self, other: Self) -> Self;
@@ -16,6 +17,7 @@ pub(super) trait Element: Copy + PartialEq {
 
 impl Element for u8 {
     const ZERO: Self = 0;
+    const ONE: Self = 1;
     fn sub_mul(self, a: u8, b: u8) -> u8 {
         self ^ field::mul(a, b)
     }
@@ -45,6 +47,7 @@ impl Mersenne61 {
 
 impl Element for Mersenne61 {
     const ZERO: Self = Self(0);
+    const ONE: Self = Self(1);
 
     fn sub_mul(self, a: Self, b: Self) -> Self {
         Self::new(self.0 + Self::PRIME - a.mul(b).0)
@@ -61,7 +64,7 @@ impl Element for Mersenne61 {
 
     fn inverse_or_zero(self) -> Self {
         // Fermat: the power of PRIME - 2.
-        let (mut result, mut square, mut power) = (Self(1), self, Self::PRIME - 2);
+        let (mut result, mut square, mut power) = (Self::ONE, self, Self::PRIME - 2);
         while power > 0 {
             if power & 1 == 1 {
                 result = result.mul(square);
@@ -88,15 +91,14 @@ pub(super) fn chain_rows<E: Element>(
     order: &[usize],
     psi: &[Vec<E>],
     xi: &[Vec<E>],
-    one: E,
 ) -> ChainRows<E> {
     let mut partial = vec![E::ZERO; layout.k()];
     let mut rows = ChainRows { pieces: Vec::new(), prefixes: Vec::new() };
     for ((&position, psi), xi) in order.iter().zip(psi).zip(xi) {
         let mut piece = partial.clone();
         for ((block, &psi), &xi) in layout.blocks_at(position).zip(psi).zip(xi) {
-            piece[block] = piece[block].add_mul(xi, one);
-            partial[block] = partial[block].add_mul(psi, one);
+            piece[block] = piece[block].add_mul(xi, E::ONE);
+            partial[block] = partial[block].add_mul(psi, E::ONE);
         }
         rows.pieces.push(piece);
         rows.prefixes.push(partial.clone());

@@ -47,7 +47,7 @@ impl ChainCode {
                 given: tail.clone(),
             });
         }
-        let rows = chain_rows(layout, &order, &psi, &xi, 1);
+        let rows = chain_rows(layout, &order, &psi, &xi);
         let generator = Matrix::from_rows(&rows.pieces)?;
         let prefixes = Matrix::from_rows(&rows.prefixes)?;
         let id = CodeId::of(&description(layout, &order, &psi, &xi));
@@ -155,7 +155,7 @@ fn description(layout: Layout, order: &[usize], psi: &[Vec<u8>], xi: &[Vec<u8>])
 mod tests {
     use super::*;
 
-    /// (4,2) of the paper's section IV.A has four hops with one block each: c_1 = xi_1 o_1, x_1 = psi_1 o_1, ...
+    /// (4,2) has four hops with one block each: c_1 = xi_1 o_1, x_1 = psi_1 o_1, ...
     fn small() -> ChainCode {
         let layout = Layout::new(4, 2).unwrap();
         let psi = vec![vec![2], vec![3], vec![4], vec![0]];

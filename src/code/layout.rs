@@ -1,5 +1,4 @@
-//! Where the two replicas of each source block lie before archiving (RapidRAID, section IV: "overlapped
-//! replicas").
+//! Where the two replicas of each source block lie before archiving (RapidRAID's overlapped replicas).
 
 use super::{CodeError, MAX_PIECES};
 

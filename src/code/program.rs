@@ -1,7 +1,9 @@
 //! A straight-line program: how blocks come out of pieces, as a few sparse steps instead of one dense matrix.
 //!
 //! Coding is position-wise, so a program runs on any byte range of its pieces. It runs tile by tile, with
-//! all registers of a tile in the nearest caches, and writes each output once, where it belongs.
+//! all registers of a tile in the nearest caches, and writes each output once, where it belongs. Where a
+//! product is cheaper than loading its operand again, as it is with vector instructions, neighbouring steps
+//! run as one small dense pass; the steps say what must be computed, the passes how.
 
 use std::ops::Range;
 
@@ -44,16 +46,19 @@ pub struct Program {
     steps: Vec<Step>,
     outputs: Vec<usize>,
     passes: Vec<Pass>,
+    /// The registers that exist while it runs, pass by pass: those that a later pass reads, and outputs.
+    live: Vec<usize>,
 }
 
-/// Neighbouring steps that read the same operands and not each other: one pass of the kernel makes them all.
+/// Neighbouring steps that one pass of the kernel makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pass {
+    /// What it reads; registers by their place among the live ones.
     operands: Vec<Operand>,
-    /// A row per step.
+    /// A row per live register that it makes.
     matrix: Matrix,
-    /// The registers that it makes, which follow each other.
-    registers: Range<usize>,
+    /// The place of the first register that it makes; the others follow.
+    first: usize,
 }
 
 impl Program {
@@ -75,8 +80,14 @@ impl Program {
             }
         }
         super::check_indices("block", &outputs, steps.len())?;
-        let passes = passes(&steps)?;
-        Ok(Self { pieces, steps, outputs, passes })
+        let drafts = MERGED_OPERANDS.map(|limit| draft_passes(&steps, &outputs, limit));
+        let cost = |passes: &Vec<PassDraft>| passes.iter().map(PassDraft::cost).sum::<usize>();
+        let drafts = drafts.into_iter().min_by_key(cost).unwrap_or_default();
+        let live: Vec<usize> =
+            drafts.iter().flat_map(|draft| &draft.rows).map(|&(register, _)| register).collect();
+        let passes =
+            drafts.into_iter().map(|draft| draft.finish(&live)).collect::<Result<_, _>>()?;
+        Ok(Self { pieces, steps, outputs, passes, live })
     }
 
     /// The pieces that it reads, in the order of its inputs.
@@ -101,7 +112,7 @@ impl Program {
 
     /// The most bytes that [`Program::run`] needs as scratch.
     pub fn scratch_bytes(&self) -> usize {
-        (self.steps.len() - self.outputs.len()) * TILE_BYTES
+        (self.live.len() - self.outputs.len()) * TILE_BYTES
     }
 
     /// What the program computes, from a run on unit vectors: a row per wanted block, a column per piece.
@@ -133,8 +144,8 @@ impl Program {
         scratch: &mut Vec<u8>,
     ) -> Result<(), CodeError> {
         let bytes = self.check(inputs, outputs)?;
-        let tile = bytes.min(TILE_BYTES).max(1);
-        let inner = self.steps.len() - self.outputs.len();
+        let tile = bytes.clamp(1, TILE_BYTES);
+        let inner = self.live.len() - self.outputs.len();
         if scratch.len() < inner * tile {
             scratch.resize(inner * tile, 0);
         }
@@ -142,20 +153,20 @@ impl Program {
             let range = start..bytes.min(start + tile);
             let mut registers = self.registers(outputs, scratch, &range, tile)?;
             for pass in &self.passes {
-                let (done, rest) = registers.split_at_mut(pass.registers.start);
+                let (done, rest) = registers.split_at_mut(pass.first);
                 let operand = |operand: &Operand| match *operand {
                     Operand::Piece(piece) => &inputs[piece][range.clone()],
-                    Operand::Register(register) => &*done[register],
+                    Operand::Register(place) => &*done[place],
                 };
                 let operands: Vec<&[u8]> = pass.operands.iter().map(operand).collect();
-                let targets = &mut rest[..pass.registers.len()];
+                let targets = &mut rest[..pass.matrix.rows()];
                 gf::apply(&pass.matrix, &operands, targets, Mode::Overwrite)?;
             }
         }
         Ok(())
     }
 
-    /// The memory of each register for one range: part of an output, or scratch.
+    /// The memory of each live register for one range: part of an output, or scratch.
     fn registers<'a>(
         &self,
         outputs: &'a mut [&mut [u8]],
@@ -163,13 +174,15 @@ impl Program {
         range: &Range<usize>,
         tile: usize,
     ) -> Result<Vec<&'a mut [u8]>, CodeError> {
-        let mut registers: Vec<Option<&mut [u8]>> = Vec::new();
-        registers.resize_with(self.steps.len(), || None);
-        for (&register, output) in self.outputs.iter().zip(outputs) {
-            registers[register] = Some(&mut output[range.clone()]);
-        }
+        let mut outputs: Vec<Option<&mut [u8]>> =
+            outputs.iter_mut().map(|output| Some(&mut output[range.clone()])).collect();
         let mut tiles = scratch.chunks_exact_mut(tile).map(|tile| &mut tile[..range.len()]);
-        let memory = registers.into_iter().map(|register| register.or_else(|| tiles.next()));
+        let memory = self.live.iter().map(|register| {
+            match self.outputs.iter().position(|output| output == register) {
+                Some(output) => outputs[output].take(),
+                None => tiles.next(),
+            }
+        });
         memory.collect::<Option<_>>().ok_or(CodeError::Defect { what: "scratch of a program" })
     }
 
@@ -194,43 +207,101 @@ impl Program {
     }
 }
 
-/// Puts neighbouring steps into one pass where that saves loads: no step reads another of its pass, and they
-/// share operands.
-fn passes(steps: &[Step]) -> Result<Vec<Pass>, CodeError> {
-    let mut groups: Vec<(Range<usize>, Vec<Operand>)> = Vec::new();
-    for (register, step) in steps.iter().enumerate() {
-        let reads = |operand: &Operand| step.terms.iter().any(|(_, other)| other == operand);
-        if let Some((registers, operands)) = groups.last_mut() {
-            let is_free = !registers.clone().any(|earlier| reads(&Operand::Register(earlier)));
-            if is_free && operands.iter().any(reads) {
-                let new = step.terms.iter().map(|&(_, operand)| operand);
-                let new: Vec<Operand> = new.filter(|operand| !operands.contains(operand)).collect();
-                operands.extend(new);
-                registers.end = register + 1;
-                continue;
-            }
-        }
-        let operands = step.terms.iter().map(|&(_, operand)| operand).collect();
-        groups.push((register..register + 1, operands));
-    }
-    groups.into_iter().map(|(registers, operands)| pass(steps, registers, operands)).collect()
+/// Operands of a pass up to which steps that read each other are merged. Merging saves loads and stores and costs
+/// products; of these limits, the last of which makes one dense matrix, the cheapest is taken.
+const MERGED_OPERANDS: [usize; 3] = [5, 8, usize::MAX];
+
+/// A pass while steps are still added to it.
+struct PassDraft {
+    operands: Vec<Operand>,
+    /// The registers that it makes, and their coefficients per operand; shorter ones end in zeros.
+    rows: Vec<(usize, Vec<u8>)>,
 }
 
-fn pass(
-    steps: &[Step],
-    registers: Range<usize>,
-    operands: Vec<Operand>,
-) -> Result<Pass, CodeError> {
-    let mut matrix = Matrix::zero(registers.len(), operands.len())?;
-    for (row, step) in steps[registers.clone()].iter().enumerate() {
-        for &(coef, operand) in &step.terms {
-            let column = operands.iter().position(|&other| other == operand);
-            if let Some(entry) = column.and_then(|column| matrix.row_mut(row).get_mut(column)) {
-                *entry ^= field::mul(step.scale, coef);
-            }
+/// Cuts the steps into passes. A step joins the pass before it when it reads something that the pass loads, or
+/// when what it reads of the pass's own results can be computed anew from at most `limit` operands.
+fn draft_passes(steps: &[Step], outputs: &[usize], limit: usize) -> Vec<PassDraft> {
+    let mut passes: Vec<PassDraft> = Vec::new();
+    for (register, step) in steps.iter().enumerate() {
+        if !passes.last_mut().is_some_and(|pass| pass.join(register, step, limit)) {
+            let mut pass = PassDraft { operands: Vec::new(), rows: Vec::new() };
+            pass.add(register, step);
+            passes.push(pass);
         }
     }
-    Ok(Pass { operands, matrix, registers })
+    // Registers that only their own pass read are computed within it, and kept nowhere.
+    let mut live: Vec<usize> = outputs.to_vec();
+    for pass in passes.iter_mut().rev() {
+        pass.rows.retain(|(register, _)| live.contains(register));
+        live.extend(pass.operands.iter().filter_map(|operand| match operand {
+            Operand::Register(register) => Some(register),
+            Operand::Piece(_) => None,
+        }));
+    }
+    passes.retain(|pass| !pass.rows.is_empty());
+    passes
+}
+
+impl PassDraft {
+    fn row_of(&self, operand: Operand) -> Option<&[u8]> {
+        let row = self.rows.iter().find(|(register, _)| operand == Operand::Register(*register));
+        row.map(|(_, row)| row.as_slice())
+    }
+
+    /// What it costs, in halves of a product of a vector: a load or store takes five, measured with AVX-512.
+    fn cost(&self) -> usize {
+        let (operands, rows) = (self.operands.len(), self.rows.len());
+        2 * operands * rows + 5 * (operands + rows)
+    }
+
+    /// Adds the step if it fits.
+    fn join(&mut self, register: usize, step: &Step, limit: usize) -> bool {
+        let reads = || step.terms.iter().map(|&(_, operand)| operand);
+        let is_new =
+            |operand: &Operand| self.row_of(*operand).is_none() && !self.operands.contains(operand);
+        let fits = if reads().any(|operand| self.row_of(operand).is_some()) {
+            self.operands.len() + reads().filter(is_new).count() <= limit
+        } else {
+            reads().any(|operand| self.operands.contains(&operand))
+        };
+        if fits {
+            self.add(register, step);
+        }
+        fits
+    }
+
+    /// Adds the step, with results of this pass replaced by what they are made of.
+    fn add(&mut self, register: usize, step: &Step) {
+        let mut row = vec![0; self.operands.len()];
+        for &(coef, operand) in &step.terms {
+            let coef = field::mul(step.scale, coef);
+            if let Some(made_of) = self.row_of(operand) {
+                gf::add_scaled(&mut row, coef, made_of);
+            } else if let Some(column) = self.operands.iter().position(|&other| other == operand) {
+                row[column] ^= coef;
+            } else {
+                self.operands.push(operand);
+                row.push(coef);
+            }
+        }
+        self.rows.push((register, row));
+    }
+
+    fn finish(self, live: &[usize]) -> Result<Pass, CodeError> {
+        let place_of = |register| live.iter().position(|&other| other == register);
+        let place = |operand| match operand {
+            Operand::Register(register) => place_of(register).map(Operand::Register),
+            piece => Some(piece),
+        };
+        let first = self.rows.first().and_then(|&(register, _)| place_of(register));
+        let operands: Option<Vec<Operand>> = self.operands.iter().copied().map(place).collect();
+        let defect = CodeError::Defect { what: "a pass of a program" };
+        let mut matrix = Matrix::zero(self.rows.len(), self.operands.len())?;
+        for (target, (_, row)) in self.rows.iter().enumerate() {
+            gf::add_scaled(matrix.row_mut(target), 1, row);
+        }
+        Ok(Pass { operands: operands.ok_or(defect.clone())?, matrix, first: first.ok_or(defect)? })
+    }
 }
 
 #[cfg(test)]
@@ -255,7 +326,7 @@ mod tests {
     #[test]
     fn a_run_on_bytes_is_the_symbolic_run() {
         let program = sample();
-        assert_eq!((program.multiplications(), program.passes.len()), (4, 2));
+        assert_eq!((program.multiplications(), program.passes.len()), (4, 1));
         let matrix = program.to_matrix().unwrap();
         let m = field::mul;
         let expected = [m(2, 3) ^ 7, 2 ^ m(7, 5), m(2, 3), 2];

@@ -1,7 +1,7 @@
 //! Counts the k-subsets of pieces from which the blocks do not come back, by exhaustion.
 //!
 //! *Natural* dependencies hold for every choice of coefficients and are a property of layout and order;
-//! *accidental* ones come from unlucky coefficients (RapidRAID, section V). Subsets share their prefixes, and
+//! *accidental* ones come from unlucky coefficients (the paper's terms). Subsets share their prefixes, and
 //! so does the elimination: one row is reduced per subset, not k.
 
 use super::algebra::{Element, Mersenne61, chain_rows};
@@ -56,7 +56,7 @@ fn random_rows(layout: Layout, order: &[usize], draw: u64) -> Vec<Vec<Mersenne61
         };
         order.iter().map(hop).collect()
     };
-    chain_rows(layout, order, &random(), &random(), Mersenne61::new(1)).pieces
+    chain_rows(layout, order, &random(), &random()).pieces
 }
 
 /// Counts dependent subsets up to a little past `limit`.

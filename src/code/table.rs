@@ -1,7 +1,7 @@
 //! The chain codes that we ship, each certified: no k of its pieces are dependent (the tests recount all subsets),
 //! and each of its first k hops brings one new block, so that blocks come back by walking the chain.
 //!
-//! Entries are for ever: stripes name them by id. Found by [`super::search`]; the order of (16,11) was found by hand.
+//! Entries are for ever: stripes name them by id. They were found by [`super::search`].
 
 use std::collections::HashMap;
 use std::sync::LazyLock;

@@ -44,7 +44,18 @@ pub trait Record: Serialize + for<'de> Deserialize<'de> {
 macro_rules! records {
     ($($name:ident),*) => { $(impl Record for $name { const KIND: RecordKind = RecordKind::$name; })* };
 }
-records!(Node, Checkpoint, ShardRoot, ShardState, StripeRecord, Leaves, CommitMark, Fence, Receipt, Tombstone);
+records!(
+    Node,
+    Checkpoint,
+    ShardRoot,
+    ShardState,
+    StripeRecord,
+    Leaves,
+    CommitMark,
+    Fence,
+    Receipt,
+    Tombstone
+);
 
 /// A registered node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -403,15 +414,24 @@ impl StripeRecord {
     }
 
     /// Unpacks the fixed part after checking it against `leaves`, which the caller has found [admitted](ShardRoot::admits) by `root`.
-    pub fn open(&self, root: &ShardRoot, leaves: &Leaves, index: u32) -> Result<StripeFixed, StripeRecordError> {
+    pub fn open(
+        &self,
+        root: &ShardRoot,
+        leaves: &Leaves,
+        index: u32,
+    ) -> Result<StripeFixed, StripeRecordError> {
         let stripe = StripeId { shard: root.shard, index };
         let wrong = |what| StripeRecordError { stripe, what };
         if leaves.hashes.get(index as usize) != Some(&self.leaf()) {
             return Err(wrong("does not match the hash that the commit fixed"));
         }
-        let fixed: StripeFixed = envelope::parse_body(RecordKind::StripeRecord, &self.fixed).map_err(|_| wrong("does not parse"))?;
+        let fixed: StripeFixed = envelope::parse_body(RecordKind::StripeRecord, &self.fixed)
+            .map_err(|_| wrong("does not parse"))?;
         let cut = root.geometry().ok().and_then(|geometry| geometry.stripe(index));
-        if fixed.stripe != stripe || Some(fixed.cut) != cut || fixed.blocks.len() != usize::from(root.k) {
+        if fixed.stripe != stripe
+            || Some(fixed.cut) != cut
+            || fixed.blocks.len() != usize::from(root.k)
+        {
             return Err(wrong("describes another stripe"));
         }
         let fits = |(block, info): (u8, &BlockInfo)| {
@@ -557,7 +577,10 @@ mod tests {
         assert!(root.to_bytes().unwrap().len() <= 4096);
         let generation = Generation { epoch: crate::id::Epoch(u64::MAX), counter: u64::MAX };
         let archived = StripeState::Archived {
-            attempt: Attempt([255; 16]), code: CodeId(u64::MAX), generation, dropped: true,
+            attempt: Attempt([255; 16]),
+            code: CodeId(u64::MAX),
+            generation,
+            dropped: true,
         };
         let state = ShardState {
             generation,

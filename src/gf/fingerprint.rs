@@ -10,7 +10,7 @@
 //!
 //! The 32-byte key goes through BLAKE3's key derivation (context `rapidraid fingerprint v1`), whose output
 //! is read as 1025 little-endian words K[0..1025] of 64 bits, then 271 bytes H[0..271]. A grain shorter
-//! than 64 KiB counts as followed by zeros. Of its vector t of 64 bytes, the word P[t][b] has as bit l the
+//! than 64 KiB counts as followed by zeros. Of its vector t of 64 bytes, the word `P[t][b]` has as bit l the
 //! bit b of byte l.
 //!
 //! 1. For r in {0, 1} and bits b: `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, carry-less products of 127 bits.

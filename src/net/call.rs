@@ -114,7 +114,8 @@ impl Exchange {
 
     /// The next answer.
     pub async fn answer<A: DeserializeOwned>(&mut self) -> Result<A, CallError> {
-        let frame = self.recv.read_frame(MAX_FRAME_BYTES).await.map_err(|source| self.net(source))?;
+        let frame =
+            self.recv.read_frame(MAX_FRAME_BYTES).await.map_err(|source| self.net(source))?;
         let Some(frame) = frame else {
             let to = self.to.clone();
             return Err(self.net(NetError::Closed {
@@ -149,8 +150,11 @@ impl Caller {
     /// Opens a call and sends its request; the caller goes on with the exchange.
     pub async fn open<C: Call>(&self, to: &Address, call: &C) -> Result<Exchange, CallError> {
         let net = |source| CallError::Net { call: C::NAME, to: to.to_string(), source };
-        let frame = request_to_bytes(call)
-            .map_err(|source| CallError::Wire { call: C::NAME, to: to.to_string(), source })?;
+        let frame = request_to_bytes(call).map_err(|source| CallError::Wire {
+            call: C::NAME,
+            to: to.to_string(),
+            source,
+        })?;
         // A pooled connection may have died without our noticing: then one new one is tried.
         let mut connection = self.pool.get(to).await.map_err(net)?;
         let streams = match connection.open_bi().await {
@@ -200,7 +204,11 @@ impl Caller {
     }
 
     /// Makes a call to whoever answers at `to`.
-    pub async fn call_address<C: Call>(&self, to: &Address, call: &C) -> Result<C::Answer, CallError> {
+    pub async fn call_address<C: Call>(
+        &self,
+        to: &Address,
+        call: &C,
+    ) -> Result<C::Answer, CallError> {
         self.call_within(to, call, self.limit).await
     }
 

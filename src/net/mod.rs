@@ -12,8 +12,8 @@
 //! Left to others: deadlines (only connecting and handshakes have their own; wrap the rest in
 //! [`crate::clock::deadline`]), retries, and what the bytes mean.
 
-pub mod call;
 mod authority;
+pub mod call;
 mod error;
 pub mod frame;
 pub mod identity;

@@ -95,7 +95,8 @@ impl Node {
         recv: &mut FramedRecv,
     ) -> Result<PutBlockAnswer, Failure> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
-            let text = format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
+            let text =
+                format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
             return Err(failure(Kind::Invalid, text));
         }
         self.admit_write(call.stripe.shard, call.generation).await?;
@@ -119,7 +120,8 @@ impl Node {
             let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
             collect.lock().unwrap_or_else(PoisonError::into_inner).push(value);
         });
-        let mut writer = self.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
+        let mut writer =
+            self.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
         let mut left = call.len_bytes;
         while left > 0 {
             let chunk = self.next_chunk(recv, left).await?;
@@ -134,9 +136,13 @@ impl Node {
         }
         let frame = deadline(&*self.clock, STALL_LIMIT, recv.read_frame(MAX_FRAME_BYTES)).await??;
         let missing = || failure(Kind::Invalid, "the block's trailer is missing");
-        let trailer: BlockTrailer = parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
+        let trailer: BlockTrailer =
+            parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
         if *found.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
-            let text = format!("block {} of stripe {} came with other fingerprints than its sender computed: send it again", call.block, call.stripe);
+            let text = format!(
+                "block {} of stripe {} came with other fingerprints than its sender computed: send it again",
+                call.block, call.stripe
+            );
             return Err(failure(Kind::Corrupt, text));
         }
         let root = trailer.root;
@@ -210,7 +216,10 @@ impl Node {
         let len_bytes = file.info().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
         let Some(end) = end else {
-            let text = format!("{key} has {len_bytes} bytes; asked for {} from {}", call.len_bytes, call.from);
+            let text = format!(
+                "{key} has {len_bytes} bytes; asked for {} from {}",
+                call.len_bytes, call.from
+            );
             return Err(failure(Kind::Invalid, text));
         };
         let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
@@ -317,7 +326,10 @@ impl Node {
         if let Err(error) = &result {
             tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
             let rotten = match error {
-                RunError::Hop { source: HopError::Corrupt { input: Input::Block(block), .. }, .. } => vec![*block],
+                RunError::Hop {
+                    source: HopError::Corrupt { input: Input::Block(block), .. },
+                    ..
+                } => vec![*block],
                 RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
                 _ => Vec::new(),
             };
@@ -367,7 +379,9 @@ impl Forward {
     /// A holder that refuses says why before it stops the stream.
     async fn explain(&mut self, node: &Node, failed: String) -> String {
         let Ok(exchange) = &mut self.exchange else { return failed };
-        match deadline(&*node.clock, Duration::from_secs(1), exchange.answer::<PutBlockAnswer>()).await {
+        match deadline(&*node.clock, Duration::from_secs(1), exchange.answer::<PutBlockAnswer>())
+            .await
+        {
             Ok(Err(error)) if !error.is_unanswered() => error.to_string(),
             _ => failed,
         }
@@ -375,7 +389,8 @@ impl Forward {
 
     async fn finish(self, node: &Node, trailer: &BlockTrailer) -> Result<(), String> {
         let mut exchange = self.exchange?;
-        let frame = message_to_bytes(trailer, "a block's trailer").map_err(|error| error.to_string())?;
+        let frame =
+            message_to_bytes(trailer, "a block's trailer").map_err(|error| error.to_string())?;
         let work = async {
             exchange.write_frame(frame).await?;
             exchange.finish().await?;

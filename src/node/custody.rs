@@ -14,8 +14,8 @@ use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::kind::Kind;
 use crate::wire::Failure;
 use crate::wire::calls::{
-    CatalogueGet, CatalogueList, CatalogueSet, HelloAnswer, LeaseRevoke, LeaseTouch, NodeStatusAnswer,
-    Register, RegisterAnswer, SetAnswer,
+    CatalogueGet, CatalogueList, CatalogueSet, HelloAnswer, LeaseRevoke, LeaseTouch,
+    NodeStatusAnswer, Register, RegisterAnswer, SetAnswer,
 };
 
 impl Node {
@@ -66,7 +66,9 @@ impl Node {
         loop {
             match self.catalogue().register(&self.record()).await {
                 Ok(answer) => {
-                    if let Err(error) = self.on_store(move |store| store.raise_epoch(answer.epoch)).await {
+                    if let Err(error) =
+                        self.on_store(move |store| store.raise_epoch(answer.epoch)).await
+                    {
                         tracing::error!(%error, "the catalogue that was found is of an epoch that is over");
                     }
                     if !told {
@@ -156,7 +158,9 @@ impl Node {
                 let checkpoint: Checkpoint = parse(key, &entry.value)?;
                 let Some((job, step)) = parse_checkpoint_key(key) else { continue };
                 match checkpoint.writing {
-                    Some(Writing::Open { save, lease, .. }) if !catalogue.lease_touch(lease, false).await? => {
+                    Some(Writing::Open { save, lease, .. })
+                        if !catalogue.lease_touch(lease, false).await? =>
+                    {
                         self.abandon(&*catalogue, &job, step, save, lease).await?;
                     }
                     // Seen twice in a row: its gateway is gone, or is at it; publishing twice does no harm.

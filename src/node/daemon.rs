@@ -30,7 +30,9 @@ const WORKERS: usize = 8;
 #[non_exhaustive]
 pub enum NodeError {
     /// The certificate is another node's.
-    #[error("the certificate is for {certificate}, the configuration for {configured}: use the folder that `rapidraid cluster init` made for this node")]
+    #[error(
+        "the certificate is for {certificate}, the configuration for {configured}: use the folder that `rapidraid cluster init` made for this node"
+    )]
     Identity {
         /// Whom the certificate names.
         certificate: String,
@@ -44,7 +46,9 @@ pub enum NodeError {
     #[error(transparent)]
     Kv(#[from] KvError),
     /// The catalogue's map is not the one that was there.
-    #[error("the catalogue of this cluster is not in the data folder any more ({opened}): put its folder `catalogue` back from a backup; nothing was started and nothing is deleted")]
+    #[error(
+        "the catalogue of this cluster is not in the data folder any more ({opened}): put its folder `catalogue` back from a backup; nothing was started and nothing is deleted"
+    )]
     CatalogueGone {
         /// What was found instead.
         opened: String,
@@ -105,12 +109,19 @@ impl Daemon {
         } else {
             None
         };
-        let (store, found) =
-            Store::open(Arc::new(disk), lock, Arc::new(index), membership.cluster, &membership.name)?;
+        let (store, found) = Store::open(
+            Arc::new(disk),
+            lock,
+            Arc::new(index),
+            membership.cluster,
+            &membership.name,
+        )?;
         tracing::info!(?found, "data folder opened");
         let catalogue_kv = match catalogue {
             // A node that has seen an epoch was part of a cluster: an empty catalogue would only seem to be its own.
-            Some((_, opened)) if opened != Opened::Recovered && store.epoch() > Epoch::default() => {
+            Some((_, opened))
+                if opened != Opened::Recovered && store.epoch() > Epoch::default() =>
+            {
                 return Err(NodeError::CatalogueGone { opened: format!("{opened:?}") });
             }
             Some((kv, _)) => Some(Arc::new(kv) as Arc<dyn Kv>),

@@ -16,9 +16,9 @@ use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Commit, Drop, Fetch,
-    GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List, NodeStatus,
-    Nodes, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Register,
-    Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
+    GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
+    NodeStatus, Nodes, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read,
+    Register, Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, answer_to_bytes, parse_message,
@@ -99,7 +99,8 @@ impl Node {
     }
 
     async fn call(self: &Arc<Self>, mut served: Served) {
-        let read = deadline(&*self.clock, REQUEST_LIMIT, served.recv.read_frame(MAX_FRAME_BYTES)).await;
+        let read =
+            deadline(&*self.clock, REQUEST_LIMIT, served.recv.read_frame(MAX_FRAME_BYTES)).await;
         let frame = match read {
             Ok(Ok(Some(frame))) => frame,
             Ok(Ok(None)) => return,
@@ -120,7 +121,8 @@ impl Node {
         };
         if *who == Who::Nodes && served.peer.role != Role::Node {
             tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
-            let denied = format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
+            let denied =
+                format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
             return self.refuse(served, failure(Kind::Denied, denied)).await;
         }
         self.dispatch(number, body, served).await;
@@ -149,8 +151,12 @@ impl Node {
     }
 
     /// Parses, works, answers. The work ends when the caller resets its stream.
-    async fn reply<C, F>(self: &Arc<Self>, body: &[u8], mut served: Served, work: impl FnOnce(C) -> F)
-    where
+    async fn reply<C, F>(
+        self: &Arc<Self>,
+        body: &[u8],
+        mut served: Served,
+        work: impl FnOnce(C) -> F,
+    ) where
         C: Call,
         F: Future<Output = Result<C::Answer, Failure>>,
     {

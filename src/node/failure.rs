@@ -24,7 +24,15 @@ macro_rules! failures {
     };
 }
 failures!(
-    CatalogueError, FormatError, GeometryError, NetError, ArchiveError, RecordsError, RunError, StoreError, WireError,
+    CatalogueError,
+    FormatError,
+    GeometryError,
+    NetError,
+    ArchiveError,
+    RecordsError,
+    RunError,
+    StoreError,
+    WireError,
 );
 
 impl From<CallError> for Failure {

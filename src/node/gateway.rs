@@ -11,13 +11,13 @@ use super::Node;
 use super::dispatch::Served;
 use super::failure::failure;
 use crate::catalogue::records::{
-    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key, state_key, update,
-    write,
+    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key, state_key,
+    update, write,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{
-    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing, Saved,
-    ShardRoot, ShardState, Writing,
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
+    Saved, ShardRoot, ShardState, Writing,
 };
 use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
@@ -111,7 +111,10 @@ impl Node {
                 Some(Writing::Open { lease: other, .. })
                     if catalogue.lease_touch(other, false).await? =>
                 {
-                    let text = format!("{}/{} is being saved by another client: wait for it, or save another step", call.job, call.step);
+                    let text = format!(
+                        "{}/{} is being saved by another client: wait for it, or save another step",
+                        call.job, call.step
+                    );
                     return Err(failure(Kind::Exists, text));
                 }
                 Some(Writing::Open { save, generation, .. }) => {
@@ -128,7 +131,10 @@ impl Node {
                 return Err(committed(&call.job, call.step));
             }
             if checkpoint.removing.len() >= MAX_REMOVING {
-                let text = format!("{}/{} waits for nodes to remove older saves: start the nodes that are down", call.job, call.step);
+                let text = format!(
+                    "{}/{} waits for nodes to remove older saves: start the nodes that are down",
+                    call.job, call.step
+                );
                 return Err(failure(Kind::Busy, text));
             }
             let seen = [
@@ -170,14 +176,22 @@ impl Node {
             && root.layout == LAYOUT_STANDARD
             && root.field == FIELD_GF8;
         if !fits {
-            return Err(failure(Kind::Invalid, format!("the root of shard {} does not fit together", root.name)));
+            return Err(failure(
+                Kind::Invalid,
+                format!("the root of shard {} does not fit together", root.name),
+            ));
         }
         let catalogue = self.catalogue();
         let key = checkpoint_key(&root.job, root.step);
         let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
         let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
             Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
-            _ => return Err(failure(Kind::Fenced, format!("save {} is not open: save again", root.save))),
+            _ => {
+                return Err(failure(
+                    Kind::Fenced,
+                    format!("save {} is not open: save again", root.save),
+                ));
+            }
         };
         let fresh = ShardState::fresh(generation, geometry.stripes());
         create(&*catalogue, &state_key(root.shard), &fresh).await?;
@@ -188,7 +202,12 @@ impl Node {
     pub(super) async fn commit(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
         let node = self.clone();
         let work = self.tasks.spawn(async move { node.decide(call).await });
-        let died = |_| failure(Kind::Unavailable, "the daemon is stopping: ask another one whether the step is committed");
+        let died = |_| {
+            failure(
+                Kind::Unavailable,
+                "the daemon is stopping: ask another one whether the step is committed",
+            )
+        };
         work.await.map_err(died)?
     }
 
@@ -197,8 +216,11 @@ impl Node {
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read::<Checkpoint>(&*catalogue, &key).await?;
         loop {
-            let (mut checkpoint, revision) = current.ok_or_else(|| not_committed(&call.job, call.step))?;
-            if let Some(saved) = checkpoint.committed.as_ref().filter(|saved| saved.save == call.save) {
+            let (mut checkpoint, revision) =
+                current.ok_or_else(|| not_committed(&call.job, call.step))?;
+            if let Some(saved) =
+                checkpoint.committed.as_ref().filter(|saved| saved.save == call.save)
+            {
                 return Ok(saved.clone());
             }
             let saved = match checkpoint.writing.take() {
@@ -209,7 +231,10 @@ impl Node {
                     self.sealed(&call, generation).await?
                 }
                 _ => {
-                    let text = format!("save {} of {}/{} was aborted, or another one took its place: save again", call.save, call.job, call.step);
+                    let text = format!(
+                        "save {} of {}/{} was aborted, or another one took its place: save again",
+                        call.save, call.job, call.step
+                    );
                     return Err(failure(Kind::Fenced, text));
                 }
             };
@@ -225,9 +250,16 @@ impl Node {
     async fn sealed(&self, call: &Commit, generation: Generation) -> Result<Saved, Failure> {
         let roots = shard_roots(&*self.catalogue(), call.save).await?;
         let complete = roots.len() == call.shards as usize
-            && (0..).zip(&roots).all(|(index, root)| root.index == index && root.shards == call.shards);
+            && (0..)
+                .zip(&roots)
+                .all(|(index, root)| root.index == index && root.shards == call.shards);
         if !complete {
-            let text = format!("{} of {} shards of save {} are sealed", roots.len(), call.shards, call.save);
+            let text = format!(
+                "{} of {} shards of save {} are sealed",
+                roots.len(),
+                call.shards,
+                call.save
+            );
             return Err(failure(Kind::Invalid, text));
         }
         let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
@@ -283,7 +315,12 @@ impl Node {
     }
 
     /// Marks of one shard on its ring: all but k-1 nodes at most must have one.
-    async fn mark(&self, directory: &Directory, saved: &Saved, root: ShardRoot) -> Result<(), Failure> {
+    async fn mark(
+        &self,
+        directory: &Directory,
+        saved: &Saved,
+        root: ShardRoot,
+    ) -> Result<(), Failure> {
         let tolerated = usize::from(root.k) - 1;
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let (name, cluster) = (root.name.clone(), self.settings.cluster);
@@ -293,7 +330,9 @@ impl Node {
             .map(|node| {
                 let call = &call;
                 async move {
-                    let to = directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
+                    let to = directory
+                        .address(node)
+                        .ok_or_else(|| format!("{node} is not registered"))?;
                     self.caller.call(&to, call).await.map_err(|error| error.to_string())
                 }
             })
@@ -336,7 +375,8 @@ impl Node {
     pub(super) async fn remove(self: &Arc<Self>, call: Remove) -> Result<RemoveAnswer, Failure> {
         let mut entry = None;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
-            let saved = checkpoint.committed.take().ok_or_else(|| not_committed(&call.job, call.step))?;
+            let saved =
+                checkpoint.committed.take().ok_or_else(|| not_committed(&call.job, call.step))?;
             let removing = Removing {
                 save: saved.save,
                 generation: saved.generation,
@@ -349,8 +389,11 @@ impl Node {
         update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
         let entry = entry.ok_or_else(|| not_committed(&call.job, call.step))?;
         let node = self.clone();
-        let work = self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
-        work.await.map_err(|_| failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later"))?
+        let work =
+            self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
+        work.await.map_err(|_| {
+            failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later")
+        })?
     }
 
     pub(super) async fn list(&self, call: List) -> Result<ListAnswer, Failure> {
@@ -365,7 +408,9 @@ impl Node {
         let mut steps = Vec::new();
         for (key, entry) in &page {
             let checkpoint: Checkpoint = parse(key, &entry.value)?;
-            if let (Some((job, step)), Some(saved)) = (parse_checkpoint_key(key), checkpoint.committed) {
+            if let (Some((job, step)), Some(saved)) =
+                (parse_checkpoint_key(key), checkpoint.committed)
+            {
                 steps.push(StepView { job, step, saved });
             }
         }
@@ -384,7 +429,10 @@ impl Node {
             }
         }
         latest.ok_or_else(|| {
-            failure(Kind::NotFound, format!("no step of {job} is committed: `rapidraid ls` shows what is"))
+            failure(
+                Kind::NotFound,
+                format!("no step of {job} is committed: `rapidraid ls` shows what is"),
+            )
         })
     }
 
@@ -393,7 +441,8 @@ impl Node {
         let step = match call.step {
             None => self.latest(&call.job).await?,
             Some(step) => {
-                let found = read::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step)).await?;
+                let found =
+                    read::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step)).await?;
                 let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
                 let saved = saved.ok_or_else(|| not_committed(&call.job, step))?;
                 StepView { job: call.job, step, saved }
@@ -463,7 +512,9 @@ async fn create<R: Record + PartialEq>(
     match write(catalogue, key, None, record).await? {
         Written::Set(_) => Ok(()),
         Written::Other(Some((same, _))) if same == *record => Ok(()),
-        Written::Other(_) => Err(failure(Kind::Fenced, format!("{key} exists with other content: save again"))),
+        Written::Other(_) => {
+            Err(failure(Kind::Fenced, format!("{key} exists with other content: save again")))
+        }
     }
 }
 

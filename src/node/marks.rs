@@ -33,13 +33,18 @@ impl Node {
         if let Some(known) = self.cached_tombstone(save) {
             return Ok(known);
         }
-        let found = self.on_store(move |store| store.get_small(save_scope(save), TOMBSTONE)).await?;
+        let found =
+            self.on_store(move |store| store.get_small(save_scope(save), TOMBSTONE)).await?;
         self.cache_tombstone(save, found.is_some());
         Ok(found.is_some())
     }
 
     /// Refuses what comes too late for the save, or from an epoch that is over.
-    pub(super) async fn admit_save(&self, shard: ShardId, generation: Generation) -> Result<(), Failure> {
+    pub(super) async fn admit_save(
+        &self,
+        shard: ShardId,
+        generation: Generation,
+    ) -> Result<(), Failure> {
         if self.is_tombstoned(shard.save()).await? {
             let gone = format!("save {} was aborted, deleted or superseded", shard.save());
             return Err(failure(Kind::Fenced, gone));
@@ -55,12 +60,18 @@ impl Node {
     ) -> Result<(), Failure> {
         if !self.settings.storage {
             let name = &self.settings.name;
-            return Err(failure(Kind::Invalid, format!("node {name} stores no data (storage = false)")));
+            return Err(failure(
+                Kind::Invalid,
+                format!("node {name} stores no data (storage = false)"),
+            ));
         }
         self.admit_save(shard, generation).await?;
         let mark = self.on_store(move |store| store.get_small(Scope::Shard(shard), MARK)).await?;
         match mark {
-            Some(_) => Err(failure(Kind::Denied, format!("shard {shard} is committed: it does not change"))),
+            Some(_) => Err(failure(
+                Kind::Denied,
+                format!("shard {shard} is committed: it does not change"),
+            )),
             None => Ok(()),
         }
     }
@@ -78,7 +89,10 @@ impl Node {
             fences.get(&shard).copied()
         };
         let refuse = |fence: &Fence| {
-            let text = format!("generation {generation} of shard {shard} is over: node {} has {}", fence.holder, fence.generation);
+            let text = format!(
+                "generation {generation} of shard {shard} is over: node {} has {}",
+                fence.holder, fence.generation
+            );
             failure(Kind::Fenced, text)
         };
         match cached {

@@ -133,13 +133,21 @@ pub struct Node {
 impl Node {
     /// Starts a node: it serves, registers, and keeps its lease until it is stopped.
     pub fn start(settings: NodeSettings, parts: NodeParts) -> Result<Arc<Self>, CatalogueError> {
-        let NodeParts { store, catalogue_kv, transport, clock, entropy, workers, segmentation_offload } =
-            parts;
+        let NodeParts {
+            store,
+            catalogue_kv,
+            transport,
+            clock,
+            entropy,
+            workers,
+            segmentation_offload,
+        } = parts;
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock.clone(), CALL_LIMIT);
         let local = match catalogue_kv {
             Some(kv) => {
-                let local = LocalCatalogue::open(kv, clock.clone(), entropy.clone(), settings.lease)?;
+                let local =
+                    LocalCatalogue::open(kv, clock.clone(), entropy.clone(), settings.lease)?;
                 Some(Arc::new(local))
             }
             None => None,

@@ -7,14 +7,16 @@ use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{Content, FileKey};
 use crate::format::records::{
-    CommitMark, Leaves, PieceForm, Receipt, Record, ShardState, StripeFixed, StripeRecord, StripeState,
+    CommitMark, Leaves, PieceForm, Receipt, Record, ShardState, StripeFixed, StripeRecord,
+    StripeState,
 };
 use crate::id::{NodeId, ShardId, StripeId};
 use crate::kind::Kind;
 use crate::store::{Scope, Store};
 use crate::wire::Failure;
 use crate::wire::calls::{
-    Drop, DropAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
+    Drop, DropAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone,
+    RecordName,
 };
 
 fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
@@ -31,7 +33,10 @@ fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<(), Failure> {
     let record = StripeRecord::parse(bytes)?;
     let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
     if fixed.stripe != stripe {
-        return Err(failure(Kind::Invalid, format!("a record of stripe {} for {stripe}", fixed.stripe)));
+        return Err(failure(
+            Kind::Invalid,
+            format!("a record of stripe {} for {stripe}", fixed.stripe),
+        ));
     }
     Ok(())
 }
@@ -43,7 +48,10 @@ impl Node {
             RecordName::Leaves => {
                 let leaves = Leaves::parse(&call.bytes)?;
                 if leaves.root.shard != call.shard || !leaves.root.admits(&leaves) {
-                    return Err(failure(Kind::Invalid, format!("the leaves are not those of shard {}", call.shard)));
+                    return Err(failure(
+                        Kind::Invalid,
+                        format!("the leaves are not those of shard {}", call.shard),
+                    ));
                 }
             }
             RecordName::Stripe { index } => {
@@ -91,7 +99,9 @@ impl Node {
         self.on_store(move |store| {
             check_pieces(store, me, &receipt)?;
             let scope = Scope::Stripe(receipt.stripe);
-            store.put_small(scope, &receipt_name(receipt.attempt), &call.bytes).map_err(Failure::from)
+            store
+                .put_small(scope, &receipt_name(receipt.attempt), &call.bytes)
+                .map_err(Failure::from)
         })
         .await
     }
@@ -120,7 +130,10 @@ impl Node {
                 code
             }
             other => {
-                let text = format!("stripe {stripe} is {other:?} in the catalogue, not archived by {}", call.attempt);
+                let text = format!(
+                    "stripe {stripe} is {other:?} in the catalogue, not archived by {}",
+                    call.attempt
+                );
                 return Err(failure(Kind::Fenced, text));
             }
         };
@@ -128,10 +141,17 @@ impl Node {
         self.on_store(move |store| {
             let name = receipt_name(call.attempt);
             let bytes = store.get_small(Scope::Stripe(stripe), &name)?;
-            let missing = || failure(Kind::NotFound, format!("no receipt of stripe {stripe} is here"));
+            let missing =
+                || failure(Kind::NotFound, format!("no receipt of stripe {stripe} is here"));
             let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
-            if receipt.attempt != call.attempt || receipt.generation != call.generation || receipt.code != code {
-                return Err(failure(Kind::Corrupt, format!("the receipt of stripe {stripe} here is another's")));
+            if receipt.attempt != call.attempt
+                || receipt.generation != call.generation
+                || receipt.code != code
+            {
+                return Err(failure(
+                    Kind::Corrupt,
+                    format!("the receipt of stripe {stripe} here is another's"),
+                ));
             }
             check_pieces(store, me, &receipt)?;
             drop_files(store, me, &receipt)
@@ -147,13 +167,18 @@ fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Fail
             PieceForm::File => FileKey::piece(receipt.stripe, piece.piece, receipt.attempt),
             PieceForm::Replica { block } => FileKey::replica(receipt.stripe, block),
         };
-        if matches!(piece.form, PieceForm::Replica { .. }) && piece.root == *blake3::hash(&[]).as_bytes() {
+        if matches!(piece.form, PieceForm::Replica { .. })
+            && piece.root == *blake3::hash(&[]).as_bytes()
+        {
             // A block past the shard's end has no file.
             continue;
         }
         let file = store.open_file(key)?;
         if file.info().root != piece.root {
-            return Err(failure(Kind::Corrupt, format!("{key} here is not the piece of the receipt")));
+            return Err(failure(
+                Kind::Corrupt,
+                format!("{key} here is not the piece of the receipt"),
+            ));
         }
     }
     Ok(())

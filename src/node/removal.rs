@@ -49,9 +49,12 @@ impl Node {
         let nodes = directory.storage();
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
         let marked = self.ask_all(&directory, &nodes, &call).await;
-        let missed: Vec<NodeId> = nodes.iter().copied().filter(|node| !marked.contains(node)).collect();
-        let tolerated = roots.iter().map(|root| usize::from(root.k) - 1).min().unwrap_or(usize::MAX);
-        let waiting = missed.iter().filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>();
+        let missed: Vec<NodeId> =
+            nodes.iter().copied().filter(|node| !marked.contains(node)).collect();
+        let tolerated =
+            roots.iter().map(|root| usize::from(root.k) - 1).min().unwrap_or(usize::MAX);
+        let waiting =
+            missed.iter().filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>();
         if missed.len() > tolerated {
             let names: Vec<&str> = waiting.iter().map(|name| name.as_str()).collect();
             let text = format!(
@@ -68,7 +71,12 @@ impl Node {
     }
 
     /// Those of `nodes` that did as `call` says.
-    async fn ask_all<C: Call>(&self, directory: &Directory, nodes: &[NodeId], call: &C) -> Vec<NodeId> {
+    async fn ask_all<C: Call>(
+        &self,
+        directory: &Directory,
+        nodes: &[NodeId],
+        call: &C,
+    ) -> Vec<NodeId> {
         stream::iter(nodes.iter().copied())
             .map(|node| async move {
                 let to = directory.address(node)?;
@@ -105,7 +113,11 @@ impl Node {
         let key = checkpoint_key(job, step);
         while let Some((mut checkpoint, revision)) = read::<Checkpoint>(catalogue, &key).await? {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
-            let value = if checkpoint == Checkpoint::default() { None } else { Some(checkpoint.to_bytes()?) };
+            let value = if checkpoint == Checkpoint::default() {
+                None
+            } else {
+                Some(checkpoint.to_bytes()?)
+            };
             if let SetOutcome::Set(_) = catalogue.set(&key, Some(revision), value).await? {
                 break;
             }

@@ -18,7 +18,7 @@ use crate::kind::Kind;
 use crate::net::frame::FramedRecv;
 use crate::net::{NetError, SendStream};
 use crate::plan::{Input, Output, StreamNo};
-use crate::store::{PieceWriter, Stored, StoreError, StoredFile};
+use crate::store::{PieceWriter, StoreError, Stored, StoredFile};
 use crate::units::GRAIN_BYTES;
 use crate::wire::order::{Codec, HopOrder, HopReport};
 
@@ -34,7 +34,9 @@ const SEND_BYTES: u64 = 256 << 10;
 #[non_exhaustive]
 pub enum HopError {
     /// An input is not what the plan says it must be.
-    #[error("{input:?} is corrupt in grain {grain}: its fingerprint is not the one that follows from the save")]
+    #[error(
+        "{input:?} is corrupt in grain {grain}: its fingerprint is not the one that follows from the save"
+    )]
     Corrupt {
         /// Which input.
         input: Input,
@@ -99,7 +101,8 @@ impl HopError {
 
 /// The memory that a hop works in.
 pub fn hop_bytes(hop: &HopOrder) -> u64 {
-    let streams_in = hop.inputs.iter().filter(|i| matches!(i.input, Input::Stream(_))).count() as u64;
+    let streams_in =
+        hop.inputs.iter().filter(|i| matches!(i.input, Input::Stream(_))).count() as u64;
     let streams_out =
         hop.outputs.iter().filter(|o| matches!(o.output, Output::Stream(_))).count() as u64;
     let grains = 2 * (hop.inputs.len() + hop.outputs.len()) as u64;
@@ -127,7 +130,8 @@ impl PieceSlot {
     /// Writes a grain; whole extents behind it are synced and read back on the way.
     fn write(&self, key: &FingerprintKey, grain: u64, bytes: &[u8]) -> Result<(), HopError> {
         let (writer, fingerprints) = &mut *self.lock();
-        let writer = writer.as_mut().ok_or(HopError::Order { what: "a piece was finished too early" })?;
+        let writer =
+            writer.as_mut().ok_or(HopError::Order { what: "a piece was finished too early" })?;
         writer.write_grain(grain, bytes)?;
         let mut read_back = ReadBack { key, fingerprints, failed: None };
         writer.advance(&mut |grain, bytes| read_back.take(grain, bytes))?;
@@ -212,7 +216,9 @@ impl Step {
             // A block's real bytes may end before the stripe's padded length.
             let from = grain * GRAIN_BYTES;
             let real = file.info().len_bytes.saturating_sub(from).min(len as u64) as usize;
-            file.read(from, &mut bytes[..real])?;
+            if real > 0 {
+                file.read(from, &mut bytes[..real])?;
+            }
         }
         Ok(bytes.into())
     }
@@ -319,7 +325,9 @@ pub async fn run_hop(
                 let sink = outgoing.get_mut(&stream).ok_or(missing)?;
                 out_bytes += bytes.len() as u64;
                 let work = async {
-                    sink.write(bytes).await.map_err(|source| HopError::Downstream { stream, source })
+                    sink.write(bytes)
+                        .await
+                        .map_err(|source| HopError::Downstream { stream, source })
                 };
                 moved(clock, &downstream, work).await?;
             }

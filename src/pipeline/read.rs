@@ -59,7 +59,9 @@ pub enum ReadError {
         source: io::Error,
     },
     /// The code of its pieces is unknown here.
-    #[error("stripe {stripe} is coded by {code}, which this version does not know: use a newer one")]
+    #[error(
+        "stripe {stripe} is coded by {code}, which this version does not know: use a newer one"
+    )]
     UnknownCode {
         /// The stripe.
         stripe: StripeId,
@@ -249,7 +251,8 @@ impl StripeReader {
             found = find_way(&root, &info, state, receipt.as_ref(), blocks, &held)?;
         }
         let Some(way) = found else {
-            let lost = explain(&reading.directory, &root, &info, state, receipt.as_ref(), blocks, &held);
+            let lost =
+                explain(&reading.directory, &root, &info, state, receipt.as_ref(), blocks, &held);
             return Err(ReadError::Lost(lost));
         };
         Ok(Self { reading, root, key, info, way })
@@ -329,7 +332,11 @@ impl StripeReader {
             let grain = *next;
             let deliver = self.deliver(vec![(block, bytes)], grain, range, sink);
             let fetch = async {
-                if grain + 1 < end { self.grain(&mut file, grain + 1, len).await.map(Some) } else { Ok(None) }
+                if grain + 1 < end {
+                    self.grain(&mut file, grain + 1, len).await.map(Some)
+                } else {
+                    Ok(None)
+                }
             };
             let (fetched, delivered) = tokio::join!(fetch, deliver);
             match delivered {
@@ -388,7 +395,8 @@ impl StripeReader {
         let program = Arc::new(reconstruct(code, &available, &wanted)?);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
-        let opens = sources.iter().map(|&source| self.open(source, *next..end, self.file_len(source)));
+        let opens =
+            sources.iter().map(|&source| self.open(source, *next..end, self.file_len(source)));
         let mut files = try_join_all(opens).await?;
         let mut ready = Some(self.grains(&mut files, *next).await?);
         while let Some(inputs) = ready.take() {
@@ -410,7 +418,11 @@ impl StripeReader {
                 self.deliver(decoded, grain, range, sink).await
             };
             let fetch = async {
-                if grain + 1 < end { self.grains(&mut files, grain + 1).await.map(Some) } else { Ok(None) }
+                if grain + 1 < end {
+                    self.grains(&mut files, grain + 1).await.map(Some)
+                } else {
+                    Ok(None)
+                }
             };
             let (fetched, worked) = tokio::join!(fetch, work);
             worked?;
@@ -432,8 +444,13 @@ impl StripeReader {
     ) -> Result<(), ReadError> {
         let homes: Vec<NodeId> = sources.iter().map(|source| source.node).collect();
         let fixed = &self.info.fixed;
-        let subject =
-            Subject { stripe: fixed.stripe, attempt, cut: fixed.cut, places: &self.info.places, code };
+        let subject = Subject {
+            stripe: fixed.stripe,
+            attempt,
+            cut: fixed.cut,
+            places: &self.info.places,
+            code,
+        };
         let plan = direct_read(&subject, program, &homes, blocks, (grains.start, grains.end))?;
         check(&plan, code, Goal::Read(blocks))?;
         Ok(())
@@ -442,7 +459,10 @@ impl StripeReader {
     fn left_out(&self, holding: &Holding, reason: &str) {
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
-        self.reading.note(format!("{} of stripe {stripe} on node {name} is left out: {reason}", holding.file));
+        self.reading.note(format!(
+            "{} of stripe {stripe} on node {name} is left out: {reason}",
+            holding.file
+        ));
         if let Some(to) = self.reading.directory.address(holding.node) {
             // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
             let (caller, file) = (self.reading.caller.clone(), holding.file);
@@ -480,7 +500,8 @@ impl StripeReader {
             Ok::<_, CallError>((exchange, answer))
         };
         let clock = &**self.reading.caller.clock();
-        let opened = deadline(clock, STALL_LIMIT, work).await.map_err(|late| stop(late.to_string()))?;
+        let opened =
+            deadline(clock, STALL_LIMIT, work).await.map_err(|late| stop(late.to_string()))?;
         let (exchange, answer) = opened.map_err(|error| stop(error.to_string()))?;
         let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
             .map_err(|error| stop(error.to_string()))?;
@@ -531,7 +552,8 @@ impl StripeReader {
         range: &Range<u64>,
         sink: &Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
-        let (info, key, sink, range) = (self.info.clone(), self.key.clone(), sink.clone(), range.clone());
+        let (info, key, sink, range) =
+            (self.info.clone(), self.key.clone(), sink.clone(), range.clone());
         let job = move || -> Result<(), ReadError> {
             let (cut, stripe) = (info.fixed.cut, info.fixed.stripe);
             for (block, bytes) in grains {
@@ -545,7 +567,8 @@ impl StripeReader {
                 let (from, to) = (range.start.max(start), range.end.min(start + real));
                 if from < to {
                     let part = &bytes[(from - start) as usize..(to - start) as usize];
-                    sink.write_at(from, part).map_err(|source| ReadError::Sink { offset: from, source })?;
+                    sink.write_at(from, part)
+                        .map_err(|source| ReadError::Sink { offset: from, source })?;
                 }
             }
             Ok(())
@@ -584,14 +607,20 @@ fn find_way(
 }
 
 /// Good replicas of a block, spread: which holder comes first depends on the block.
-fn replicas_of(info: &StripeInfo, block: u8, held: &BTreeMap<NodeId, Vec<FileView>>) -> Vec<Holding> {
+fn replicas_of(
+    info: &StripeInfo,
+    block: u8,
+    held: &BTreeMap<NodeId, Vec<FileView>>,
+) -> Vec<Holding> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
     let file = FileName::Replica { block };
     let mut holders: Vec<Holding> = held
         .iter()
         .filter(|(_, files)| {
             files.iter().any(|view| {
-                view.file == file && view.root == expected.root && view.len_bytes == expected.len_bytes
+                view.file == file
+                    && view.root == expected.root
+                    && view.len_bytes == expected.len_bytes
             })
         })
         .map(|(&node, _)| Holding { node, file, root: expected.root })
@@ -655,17 +684,22 @@ fn explain(
     held: &BTreeMap<NodeId, Vec<FileView>>,
 ) -> Lost {
     let (n, k) = (usize::from(root.n), usize::from(root.k));
-    let gone = |node: NodeId| if held.contains_key(&node) { "has it no more" } else { "is not reached" };
+    let gone =
+        |node: NodeId| if held.contains_key(&node) { "has it no more" } else { "is not reached" };
     let mut missing = Vec::new();
     let needs = match (state, receipt) {
         (StripeState::Archived { .. }, Some(receipt)) => {
             for piece in &receipt.pieces {
                 let file = match piece.form {
-                    PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
+                    PieceForm::File => {
+                        FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
+                    }
                     PieceForm::Replica { block } => FileName::Replica { block },
                 };
                 let files = held.get(&piece.node);
-                if !files.is_some_and(|files| files.iter().any(|view| view.file == file && view.root == piece.root)) {
+                if !files.is_some_and(|files| {
+                    files.iter().any(|view| view.file == file && view.root == piece.root)
+                }) {
                     let (number, node) = (piece.piece + 1, directory.name(piece.node));
                     missing.push(format!("piece {number} (node {node} {})", gone(piece.node)));
                 }
@@ -678,11 +712,15 @@ fn explain(
         }
         _ => {
             for &block in blocks {
-                if info.fixed.cut.block_len(block) > 0 && replicas_of(info, block, held).is_empty() {
-                    let at = (0..n).filter(|&position| blocks_at(n, k, position).any(|b| b == usize::from(block)));
+                if info.fixed.cut.block_len(block) > 0 && replicas_of(info, block, held).is_empty()
+                {
+                    let at = (0..n).filter(|&position| {
+                        blocks_at(n, k, position).any(|b| b == usize::from(block))
+                    });
                     let nodes = at.filter_map(|position| info.places.get(position));
-                    let nodes: Vec<String> =
-                        nodes.map(|&node| format!("{} {}", directory.name(node), gone(node))).collect();
+                    let nodes: Vec<String> = nodes
+                        .map(|&node| format!("{} {}", directory.name(node), gone(node)))
+                        .collect();
                     missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
                 }
             }

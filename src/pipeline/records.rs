@@ -22,7 +22,9 @@ const ASK_AT_ONCE: usize = 4;
 #[non_exhaustive]
 pub enum RecordsError {
     /// No node gave a good one.
-    #[error("{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, or none is reachable")]
+    #[error(
+        "{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, or none is reachable"
+    )]
     Lost {
         /// Which record.
         what: String,

@@ -47,7 +47,9 @@ pub enum RunError {
         what: &'static str,
     },
     /// No memory was free in time.
-    #[error("{needed_bytes} bytes of memory were not free within {ADMISSION_LIMIT:?}: archive fewer stripes at once, or raise the daemon's memory")]
+    #[error(
+        "{needed_bytes} bytes of memory were not free within {ADMISSION_LIMIT:?}: archive fewer stripes at once, or raise the daemon's memory"
+    )]
     Busy {
         /// What it needs.
         needed_bytes: u64,
@@ -138,7 +140,10 @@ fn check(order: &Order) -> Result<Code, RunError> {
     };
     let cut = order.cut;
     let grains = cut.grains();
-    if usize::from(cut.k) != code.k() || cut.block_bytes == 0 || cut.block_bytes > crate::units::MAX_BLOCK_BYTES {
+    if usize::from(cut.k) != code.k()
+        || cut.block_bytes == 0
+        || cut.block_bytes > crate::units::MAX_BLOCK_BYTES
+    {
         return refuse("its cut does not fit its code");
     }
     if cut.len_bytes > cut.block_bytes * u64::from(cut.k) || order.hops.len() > MAX_HOPS {
@@ -211,12 +216,16 @@ impl Runs {
             return Err(RunError::Busy { needed_bytes });
         }
         let mut waiting = HashMap::new();
-        for stream in order.hops.iter().flat_map(|hop| &hop.inputs).filter_map(|i| stream_in(i.input)) {
+        for stream in
+            order.hops.iter().flat_map(|hop| &hop.inputs).filter_map(|i| stream_in(i.input))
+        {
             let (sender, receiver) = oneshot::channel();
             table.arriving.insert((order.run, stream), sender);
             waiting.insert(stream, receiver);
         }
-        table.admitted.insert(order.run, Admitted { order, code, admitted_at: now, waiting, memory });
+        table
+            .admitted
+            .insert(order.run, Admitted { order, code, admitted_at: now, waiting, memory });
         Ok(())
     }
 
@@ -325,7 +334,9 @@ impl Runs {
     ) -> Result<Streams, HopError> {
         let mut streams = Streams::default();
         for output in &hop.outputs {
-            let (Some(stream), Some(to)) = (stream_out(output.output), &output.to) else { continue };
+            let (Some(stream), Some(to)) = (stream_out(output.output), &output.to) else {
+                continue;
+            };
             let downstream = |source| HopError::Downstream { stream, source };
             let header = StreamHeader { run: *run, stream };
             let header = message_to_bytes(&header, "a stream header")
@@ -333,16 +344,20 @@ impl Runs {
             let open = async {
                 let connection = self.caller.connection(to).await.map_err(downstream)?;
                 let mut send = connection.open_uni().await.map_err(downstream)?;
-                write_frame(&mut *send, MAX_FRAME_BYTES, header.into()).await.map_err(downstream)?;
+                write_frame(&mut *send, MAX_FRAME_BYTES, header.into())
+                    .await
+                    .map_err(downstream)?;
                 Ok::<_, HopError>(send)
             };
             let opened = deadline(&*self.clock, super::hop::STALL_LIMIT, open).await;
-            let stalled = |_| HopError::Stalled { waiting_for: format!("{} to accept a stream", to.name) };
+            let stalled =
+                |_| HopError::Stalled { waiting_for: format!("{} to accept a stream", to.name) };
             streams.outgoing.insert(stream, opened.map_err(stalled)??);
         }
         for (stream, receiver) in arriving {
             let arrived = deadline(&*self.clock, super::hop::STALL_LIMIT, receiver).await;
-            let stalled = |_| HopError::Stalled { waiting_for: format!("upstream to open stream {stream}") };
+            let stalled =
+                |_| HopError::Stalled { waiting_for: format!("upstream to open stream {stream}") };
             let gone = |_| HopError::Order { what: "its reservation was given back" };
             streams.incoming.insert(stream, arrived.map_err(stalled)?.map_err(gone)?);
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt;
+use futures_util::future::join_all;
 use futures_util::stream;
 
 use super::workers::{WorkerDied, Workers};
@@ -231,8 +232,10 @@ impl Upload {
                 continue;
             }
             let Some(spare) = spares.pop() else {
-                let names: Vec<String> = nodes.iter().map(|node| self.directory.name(*node)).collect();
-                let reason = failures.first().map(|failed| failed.error.to_string()).unwrap_or_default();
+                let names: Vec<String> =
+                    nodes.iter().map(|node| self.directory.name(*node)).collect();
+                let reason =
+                    failures.first().map(|failed| failed.error.to_string()).unwrap_or_default();
                 return Err(SaveError::NoHolders { stripe, failed: names.join(", "), reason });
             };
             tracing::warn!(%stripe, failed = self.directory.name(*place), spare = self.directory.name(spare), "a holder is replaced");
@@ -302,7 +305,8 @@ impl Upload {
             }
             None => {
                 let message = format!("{} did not forward the block", first.name);
-                let error = CallError::Failed(crate::wire::Failure { kind: Kind::Internal, message });
+                let error =
+                    CallError::Failed(crate::wire::Failure { kind: Kind::Internal, message });
                 Err(BlockError::Holder(Failed { node: holders.0, error }))
             }
         }
@@ -376,7 +380,8 @@ impl Upload {
             let failed = |source| SaveError::Source { shard: name, offset: start + offset, source };
             source.read_at(start + offset, &mut bytes).map_err(failed)?;
             let first = offset / GRAIN_BYTES;
-            let mut chunk = Chunk { bytes: Bytes::new(), hashes: Vec::new(), fingerprints: Vec::new() };
+            let mut chunk =
+                Chunk { bytes: Bytes::new(), hashes: Vec::new(), fingerprints: Vec::new() };
             for (grain, index) in bytes.chunks(GRAIN_BYTES as usize).zip(first..) {
                 chunk.hashes.extend(grain_hash(len_bytes, index, grain));
                 chunk.fingerprints.push(key.fingerprint(grain)?);
@@ -387,7 +392,7 @@ impl Upload {
         self.workers.run(job).await?
     }
 
-    /// Makes the stripe's record durable on at least n-k+1 of its nodes.
+    /// Makes the stripe's record durable on its nodes: all that can be reached, and at least n-k+1 of them.
     pub async fn record(
         &self,
         fixed: &StripeFixed,
@@ -401,28 +406,22 @@ impl Upload {
             generation: self.generation,
             bytes: record.to_bytes()?,
         };
-        let needed = self.n - usize::from(fixed.cut.k) + 1;
-        let mut stored = 0;
-        let mut last = String::new();
-        let mut puts = stream::iter(places)
-            .map(|&node| {
-                let call = call.clone();
-                async move {
-                    let to = self.directory.address(node)?;
-                    Some(self.caller.call(&to, &call).await)
-                }
-            })
-            .buffered(needed);
-        while stored < needed {
-            match puts.next().await {
-                Some(Some(Ok(()))) => stored += 1,
-                Some(Some(Err(error))) => last = error.to_string(),
-                Some(None) => {}
-                None => {
-                    let failed = format!("all but {stored} of {needed} record holders");
-                    return Err(SaveError::NoHolders { stripe, failed, reason: last });
-                }
+        let puts = places.iter().map(|&node| {
+            let call = &call;
+            async move {
+                let Some(to) = self.directory.address(node) else {
+                    return Err(format!("node {node} is not registered"));
+                };
+                self.caller.call(&to, call).await.map_err(|error| error.to_string())
             }
+        });
+        let results = join_all(puts).await;
+        let failures: Vec<String> = results.into_iter().filter_map(Result::err).collect();
+        let needed = self.n - usize::from(fixed.cut.k) + 1;
+        if places.len() - failures.len() < needed {
+            let failed =
+                format!("{} of the {} holders of its record", failures.len(), places.len());
+            return Err(SaveError::NoHolders { stripe, failed, reason: failures.join("; ") });
         }
         Ok(())
     }

@@ -32,7 +32,9 @@ pub enum PlanError {
     #[error("the hops wait for each other in a circle")]
     Cycle,
     /// A result is not what the code says.
-    #[error("hop {hop} would make {output:?} as {found:?} of the blocks, the code says {expected:?}")]
+    #[error(
+        "hop {hop} would make {output:?} as {found:?} of the blocks, the code says {expected:?}"
+    )]
     Wrong {
         /// Index of the hop.
         hop: usize,
@@ -251,10 +253,8 @@ fn check_goal(plan: &Plan, code: &Code, goal: Goal<'_>) -> Result<(), PlanError>
                 }
                 let end = stored.iter().try_fold(0, |end, &(from, to)| (from == end).then_some(to));
                 let home = plan.home(piece);
-                let elsewhere = plan
-                    .hops
-                    .iter()
-                    .any(|hop| hop.outputs.contains(&output) && hop.node != home);
+                let elsewhere =
+                    plan.hops.iter().any(|hop| hop.outputs.contains(&output) && hop.node != home);
                 if kept != 0 || end != Some(whole) || home.is_none() || elsewhere {
                     return Err(coverage);
                 }

@@ -1,0 +1,149 @@
+//! Every plan of every code, proven symbolically and counted against its model.
+
+use super::*;
+use crate::code::{RsCode, reconstruct, table};
+use crate::id::{PeerName, ShardId};
+use crate::plan::check::{Goal, PlanError, check};
+use crate::plan::{Output, Plan};
+
+const BLOCK_BYTES: u64 = 40 * 65_536 + 128;
+
+fn places(n: usize) -> Vec<NodeId> {
+    let name = |i| format!("n{i}").parse::<PeerName>().unwrap();
+    (0..n).map(|i| NodeId::of(&name(i))).collect()
+}
+
+fn subject<'a>(code: &'a Code, places: &'a [NodeId]) -> Subject<'a> {
+    let k = code.k() as u8;
+    let cut = StripeCut {
+        offset_bytes: 0,
+        len_bytes: BLOCK_BYTES * u64::from(k) - 777,
+        block_bytes: BLOCK_BYTES,
+        k,
+    };
+    let stripe = StripeId { shard: ShardId([1; 16]), index: 0 };
+    Subject { stripe, attempt: Attempt([2; 16]), cut, places, code }
+}
+
+/// Streams of a plan, in block lengths.
+fn transfers(plan: &Plan) -> f64 {
+    let bytes: u64 = plan
+        .hops
+        .iter()
+        .map(|hop| {
+            let streams = hop.outputs.iter().filter(|out| matches!(out, Output::Stream(_))).count();
+            plan.stream_bytes(hop.range()) * streams as u64
+        })
+        .sum();
+    bytes as f64 / BLOCK_BYTES as f64
+}
+
+#[test]
+fn chains_are_proven_and_move_one_block_in_and_one_out() {
+    for code in table::all() {
+        let code = Code::Chain(code.clone());
+        let places = places(code.n());
+        let plan = chain(&subject(&code, &places)).unwrap();
+        let checked = check(&plan, &code, Goal::Archive).unwrap();
+        assert_eq!(checked.streams.len(), code.n() - 1);
+        assert_eq!(transfers(&plan), (code.n() - 1) as f64);
+        for (hop, spec) in plan.hops.iter().enumerate() {
+            let traffic = plan.traffic(spec.node.unwrap());
+            let (first, last) = (hop == 0, hop + 1 == code.n());
+            assert_eq!(traffic.in_bytes, if first { 0 } else { BLOCK_BYTES });
+            assert_eq!(traffic.out_bytes, if last { 0 } else { BLOCK_BYTES });
+        }
+    }
+}
+
+#[test]
+fn stars_are_proven_and_move_what_their_models_say() {
+    for (n, k) in [(4, 2), (6, 4), (8, 4), (9, 6), (14, 10), (16, 11), (16, 12)] {
+        let code = Code::Rs(RsCode::new(n, k).unwrap());
+        let places = places(n);
+        let subject = subject(&code, &places);
+        for turn in 0..n {
+            let naive = naive_star(&subject, turn).unwrap();
+            check(&naive, &code, Goal::Archive).unwrap();
+            assert_eq!(transfers(&naive), (n - 1) as f64);
+            let best = best_star(&subject, turn).unwrap();
+            check(&best, &code, Goal::Archive).unwrap();
+            let local = if n - k < k { 2 } else { 1 };
+            assert_eq!(transfers(&best), (k - local + n - k - 1) as f64, "({n},{k})");
+        }
+        let striped = striped_star(&subject).unwrap();
+        check(&striped, &code, Goal::Archive).unwrap();
+        let moved = transfers(&striped);
+        assert!(moved >= (n - 3) as f64 && moved <= n as f64, "({n},{k}): {moved}");
+    }
+}
+
+#[test]
+fn direct_reads_are_proven() {
+    let chain_code = Code::Chain(table::find(16, 11).unwrap().clone());
+    let rs = Code::Rs(RsCode::new(16, 11).unwrap());
+    for code in [chain_code, rs] {
+        let places = places(16);
+        for available in [(0..11).collect::<Vec<_>>(), (5..16).collect(), (2..15).collect()] {
+            for blocks in [vec![0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], vec![3], vec![10, 2]] {
+                let wanted: Vec<usize> = blocks.iter().map(|&block: &u8| block.into()).collect();
+                let program = reconstruct(&code, &available, &wanted).unwrap();
+                let homes: Vec<NodeId> =
+                    program.pieces().iter().map(|&piece| places[piece]).collect();
+                let plan = direct_read(&subject(&code, &places), &program, &homes, &blocks, (3, 9))
+                    .unwrap();
+                check(&plan, &code, Goal::Read(&blocks)).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_plan_with_one_wrong_number_is_refused() {
+    let code = Code::Chain(table::find(6, 4).unwrap().clone());
+    let places = places(6);
+    let good = chain(&subject(&code, &places)).unwrap();
+    let refused = |change: &dyn Fn(&mut Plan)| {
+        let mut plan = good.clone();
+        change(&mut plan);
+        check(&plan, &code, Goal::Archive).unwrap_err()
+    };
+    for hop in 0..6 {
+        for output in 0..good.hops[hop].outputs.len() {
+            for input in 0..good.hops[hop].inputs.len() {
+                let error = refused(&|plan| plan.hops[hop].matrix[output][input] ^= 1);
+                assert!(matches!(error, PlanError::Wrong { .. }), "{error}");
+            }
+        }
+    }
+    assert!(matches!(refused(&|plan| plan.hops[2].grains.1 -= 1), PlanError::Stream { .. }));
+    assert!(matches!(refused(&|plan| drop(plan.hops.pop())), PlanError::Stream { .. }));
+    assert!(matches!(refused(&|plan| plan.hops[5].outputs.clear()), PlanError::Shape { .. }));
+    let twice = refused(&|plan| {
+        let store = plan.hops[0].clone();
+        plan.hops.push(crate::plan::Hop {
+            outputs: vec![Output::Store(0)],
+            matrix: vec![store.matrix[0].clone()],
+            ..store
+        });
+    });
+    assert!(matches!(twice, PlanError::Coverage { .. }), "{twice}");
+    let circle = refused(&|plan| {
+        plan.hops[0].inputs.push(crate::plan::Input::Stream(90));
+        plan.hops[0].matrix.iter_mut().for_each(|row| row.push(0));
+        plan.hops[4].outputs.push(Output::Stream(90));
+        let width = plan.hops[4].inputs.len();
+        plan.hops[4].matrix.push(vec![0; width]);
+    });
+    assert_eq!(circle, PlanError::Cycle);
+}
+
+#[test]
+fn a_star_makes_no_chain_code_and_the_other_way_round() {
+    let chain_code = Code::Chain(table::find(6, 4).unwrap().clone());
+    let rs = Code::Rs(RsCode::new(6, 4).unwrap());
+    let places = places(6);
+    assert!(matches!(best_star(&subject(&chain_code, &places), 0), Err(PlannerError::Code { .. })));
+    assert!(matches!(chain(&subject(&rs, &places)), Err(PlannerError::Code { .. })));
+    assert!(matches!(chain(&subject(&chain_code, &places[..5])), Err(PlannerError::Places { .. })));
+}

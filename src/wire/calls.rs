@@ -568,7 +568,6 @@ pub struct DropAnswer {
     pub bytes: u64,
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -76,7 +76,9 @@ pub enum WireError {
         what: &'static str,
     },
     /// It does not fit into a frame.
-    #[error("{what} of {bytes} bytes is longer than a frame of {MAX_FRAME_BYTES} bytes: use smaller blocks or fewer shards a save")]
+    #[error(
+        "{what} of {bytes} bytes is longer than a frame of {MAX_FRAME_BYTES} bytes: use smaller blocks or fewer shards a save"
+    )]
     TooLong {
         /// What it is.
         what: &'static str,
@@ -102,7 +104,8 @@ pub struct StreamHeader {
 }
 
 fn body<T: Serialize>(first: &[u8], value: &T, what: &'static str) -> Result<Vec<u8>, WireError> {
-    let bytes = postcard::to_extend(value, first.to_vec()).map_err(|_| WireError::Malformed { what })?;
+    let bytes =
+        postcard::to_extend(value, first.to_vec()).map_err(|_| WireError::Malformed { what })?;
     if bytes.len() > MAX_FRAME_BYTES {
         return Err(WireError::TooLong { what, bytes: bytes.len() });
     }
@@ -123,7 +126,10 @@ pub fn request_to_bytes<C: Call>(call: &C) -> Result<Vec<u8>, WireError> {
 
 /// The call's number and its body.
 pub fn split_request(frame: &[u8]) -> Result<(u8, &[u8]), WireError> {
-    frame.split_first().map(|(number, body)| (*number, body)).ok_or(WireError::Malformed { what: "a request" })
+    frame
+        .split_first()
+        .map(|(number, body)| (*number, body))
+        .ok_or(WireError::Malformed { what: "a request" })
 }
 
 /// Parses the body of call `C`.
@@ -155,12 +161,18 @@ pub fn parse_answer<A: DeserializeOwned>(frame: &[u8]) -> Result<Result<A, Failu
 }
 
 /// A frame of any other message.
-pub fn message_to_bytes<T: Serialize>(message: &T, what: &'static str) -> Result<Vec<u8>, WireError> {
+pub fn message_to_bytes<T: Serialize>(
+    message: &T,
+    what: &'static str,
+) -> Result<Vec<u8>, WireError> {
     body(&[], message, what)
 }
 
 /// Parses a frame of any other message.
-pub fn parse_message<T: DeserializeOwned>(frame: &[u8], what: &'static str) -> Result<T, WireError> {
+pub fn parse_message<T: DeserializeOwned>(
+    frame: &[u8],
+    what: &'static str,
+) -> Result<T, WireError> {
     value(frame, what)
 }
 

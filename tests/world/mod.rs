@@ -76,7 +76,8 @@ impl World {
         let machine = self.machines[index].clone();
         let disk: Arc<dyn Disk> = machine.disk.clone();
         let lock = disk.lock(LOCK_FILE).unwrap();
-        let (store, _) = Store::open(disk, lock, machine.index.clone(), CLUSTER, &machine.name).unwrap();
+        let (store, _) =
+            Store::open(disk, lock, machine.index.clone(), CLUSTER, &machine.name).unwrap();
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
             cluster: CLUSTER,
@@ -128,13 +129,22 @@ impl World {
     }
 
     pub fn client(&self) -> Client {
+        self.numbered_client().0
+    }
+
+    /// A client, and the number in its address `clientN:0`.
+    pub fn numbered_client(&self) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
-        let transport = self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
+        let transport =
+            self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
         let seeds = (0..3).map(address).collect();
         let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
-        Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds)
+        (
+            Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds),
+            number,
+        )
     }
 }
 

@@ -10,40 +10,33 @@ const STEP: usize = 256;
 
 pub(super) fn apply(group: Group<'_, '_>) {
     let Group { coefs, inputs, outputs, range, mode } = group;
-    let mut start = range.start;
-    while start < range.end {
+    let mut sums = [[0; STEP]; GROUP_OUTPUTS];
+    let sums = &mut sums[..outputs.len()];
+    for start in range.clone().step_by(STEP) {
         let end = range.end.min(start + STEP);
-        let mut sums = [[0; STEP]; GROUP_OUTPUTS];
+        sums.fill([0; STEP]);
         for (input, coefs) in inputs.iter().zip(coefs) {
             let mut powers = [0; STEP];
             powers[..end - start].copy_from_slice(&input[start..end]);
-            add_products(&mut sums, powers, coefs);
+            add_products(sums, powers, coefs);
         }
-        for (output, sum) in outputs.iter_mut().zip(&sums) {
+        for (output, sum) in outputs.iter_mut().zip(&*sums) {
             let output = &mut output[start..end];
             match mode {
                 Mode::Overwrite => output.copy_from_slice(&sum[..output.len()]),
                 Mode::Accumulate => add(output, sum),
             }
         }
-        start = end;
     }
 }
 
 /// Adds to each sum its coefficient times the input, bit by bit of the coefficients: the input is doubled
 /// from one bit to the next, once for all outputs.
-fn add_products(
-    sums: &mut [[u8; STEP]; GROUP_OUTPUTS],
-    mut powers: [u8; STEP],
-    coefs: &[u8; GROUP_OUTPUTS],
-) {
-    let highest = coefs.iter().fold(0, |all, coef| all | coef);
-    for bit in 0..(8 - highest.leading_zeros()) {
+fn add_products(sums: &mut [[u8; STEP]], mut powers: [u8; STEP], coefs: &[u8; GROUP_OUTPUTS]) {
+    let all_bits = coefs.iter().fold(0, |all, coef| all | coef);
+    for bit in 0..(8 - all_bits.leading_zeros()) {
         if bit > 0 {
-            for byte in &mut powers {
-                let overflow = if *byte & 0x80 == 0 { 0 } else { field::POLYNOMIAL as u8 };
-                *byte = (*byte << 1) ^ overflow;
-            }
+            powers.iter_mut().for_each(|byte| *byte = double(*byte));
         }
         for (sum, _) in sums.iter_mut().zip(coefs).filter(|(_, coef)| *coef >> bit & 1 == 1) {
             add(sum, &powers);
@@ -53,6 +46,12 @@ fn add_products(
 
 fn add(sums: &mut [u8], terms: &[u8; STEP]) {
     sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum ^= term);
+}
+
+/// Twice `byte`, without a branch on it.
+fn double(byte: u8) -> u8 {
+    let overflow = if byte & 0x80 == 0 { 0 } else { field::POLYNOMIAL as u8 };
+    (byte << 1) ^ overflow
 }
 
 /// The first level of the definition, `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, says for the byte

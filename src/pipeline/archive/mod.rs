@@ -50,7 +50,9 @@ pub enum ArchiveError {
         step: Step,
     },
     /// Another coordinator has the shard.
-    #[error("shard {shard} is being archived by node {owner}: wait for it, or for its lease to end")]
+    #[error(
+        "shard {shard} is being archived by node {owner}: wait for it, or for its lease to end"
+    )]
     Owned {
         /// The shard's name.
         shard: String,
@@ -72,7 +74,9 @@ pub enum ArchiveError {
         k: u8,
     },
     /// A stripe lacks a node and no spare exists.
-    #[error("stripe {stripe}: {missing}, and no spare node is live; it waits as replicas until a node is back")]
+    #[error(
+        "stripe {stripe}: {missing}, and no spare node is live; it waits as replicas until a node is back"
+    )]
     NoSpare {
         /// The stripe.
         stripe: StripeId,
@@ -80,7 +84,9 @@ pub enum ArchiveError {
         missing: String,
     },
     /// A stripe could not be archived in several tries.
-    #[error("stripe {stripe} was not archived after {tries} tries: {last}. Its replicas are untouched; run it again")]
+    #[error(
+        "stripe {stripe} was not archived after {tries} tries: {last}. Its replicas are untouched; run it again"
+    )]
     Stripe {
         /// The stripe.
         stripe: StripeId,

@@ -84,7 +84,8 @@ pub(super) fn build(
             hops.push(HopOrder { grains: hop.grains, inputs, outputs, matrix: hop.matrix.clone() });
         }
         // A systematic piece is the replica of the block of the same number.
-        let kept = plan.kept.iter().filter(|(_, at)| *at == node).map(|(piece, _)| (*piece, *piece));
+        let kept =
+            plan.kept.iter().filter(|(_, at)| *at == node).map(|(piece, _)| (*piece, *piece));
         let order = Order {
             run,
             stripe: plan.stripe,
@@ -131,8 +132,13 @@ pub(super) fn judge(
         let grains = plan.cut.grains();
         for grain in 0..grains {
             let found = proof.fingerprints.get(grain as usize).copied();
-            if found != Some(combined(row, fixed, grain)?) || proof.fingerprints.len() as u64 != grains {
-                return Err(unproven(piece, format!(" on {} (grain {grain})", directory.name(*node))));
+            if found != Some(combined(row, fixed, grain)?)
+                || proof.fingerprints.len() as u64 != grains
+            {
+                return Err(unproven(
+                    piece,
+                    format!(" on {} (grain {grain})", directory.name(*node)),
+                ));
             }
         }
         let form = match proof.kept_block {
@@ -143,4 +149,3 @@ pub(super) fn judge(
     }
     Ok(pieces)
 }
-

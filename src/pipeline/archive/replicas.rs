@@ -20,8 +20,15 @@ use crate::wire::calls::{Fetch, FileView, Inspect, PutPlaces};
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
 /// Blocks (from 0) that position `position` holds in the standard layout.
-pub(in crate::pipeline) fn blocks_at(n: usize, k: usize, position: usize) -> impl Iterator<Item = usize> {
-    [Some(position), position.checked_sub(n - k)].into_iter().flatten().filter(move |&block| block < k)
+pub(in crate::pipeline) fn blocks_at(
+    n: usize,
+    k: usize,
+    position: usize,
+) -> impl Iterator<Item = usize> {
+    [Some(position), position.checked_sub(n - k)]
+        .into_iter()
+        .flatten()
+        .filter(move |&block| block < k)
 }
 
 impl Coordinator {
@@ -35,7 +42,9 @@ impl Coordinator {
         let ask = nodes.iter().map(|&node| async move {
             let call = Inspect { stripe: info.fixed.stripe };
             let answer = match directory.address(node) {
-                Some(address) if directory.is_live(node) => self.caller.call(&address, &call).await.ok(),
+                Some(address) if directory.is_live(node) => {
+                    self.caller.call(&address, &call).await.ok()
+                }
                 _ => None,
             };
             (node, answer)
@@ -85,7 +94,8 @@ impl Coordinator {
                 if answers && good(node, block) {
                     continue;
                 }
-                let twin = info.places.iter().copied().find(|&other| other != node && good(other, block));
+                let twin =
+                    info.places.iter().copied().find(|&other| other != node && good(other, block));
                 let lost = ArchiveError::BlockLost { stripe, block: block as u32 + 1 };
                 fetches.push((places[position], block, twin.ok_or(lost)?));
             }

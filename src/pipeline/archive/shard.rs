@@ -110,7 +110,16 @@ impl OwnedShard {
                 Written::Set(revision) => {
                     let keeper = keep(coordinator, lease, period);
                     let (state, leaves) = (Mutex::new((state, revision)), OnceCell::new());
-                    return Ok(Self { root, code, generation, geometry, lease, state, leaves, keeper });
+                    return Ok(Self {
+                        root,
+                        code,
+                        generation,
+                        geometry,
+                        lease,
+                        state,
+                        leaves,
+                        keeper,
+                    });
                 }
                 Written::Other(other) => current = other,
             }
@@ -120,8 +129,13 @@ impl OwnedShard {
     /// Stripes that are not archived, or whose replicas are not known to be gone.
     pub async fn unfinished(&self) -> Vec<u32> {
         let state = self.state.lock().await;
-        let finished = |state: &StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
-        (0u32..).zip(state.0.states()).filter(|(_, state)| !finished(state)).map(|(i, _)| i).collect()
+        let finished =
+            |state: &StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
+        (0u32..)
+            .zip(state.0.states())
+            .filter(|(_, state)| !finished(state))
+            .map(|(i, _)| i)
+            .collect()
     }
 
     /// All states.
@@ -159,7 +173,9 @@ impl OwnedShard {
         let mut state = self.state.lock().await;
         let mut next = state.0.clone();
         if !next.set(index, stripe) {
-            let what = format!("stripe {index}: the shard's state would have too many runs; run archive again");
+            let what = format!(
+                "stripe {index}: the shard's state would have too many runs; run archive again"
+            );
             return Err(ArchiveError::Format(what));
         }
         self.write(coordinator, &mut state, next).await

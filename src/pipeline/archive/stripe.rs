@@ -79,7 +79,9 @@ impl Coordinator {
         let (attempt, generation) = match shard.stripe(index).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
-                return self.drop_replicas(shard, &info, &directory, attempt, generation, &[]).await;
+                return self
+                    .drop_replicas(shard, &info, &directory, attempt, generation, &[])
+                    .await;
             }
             _ => return Ok(()),
         };
@@ -104,14 +106,8 @@ impl Coordinator {
         let reports = self.run(&orders).await?;
         let pieces = judge(&context, &plan, &reports)?;
         let proven = self.clock.now();
-        let receipt = Receipt {
-            cluster: self.cluster,
-            stripe,
-            attempt,
-            generation,
-            code: plan.code,
-            pieces,
-        };
+        let receipt =
+            Receipt { cluster: self.cluster, stripe, attempt, generation, code: plan.code, pieces };
         self.put_receipts(shard, &orders, &receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
@@ -126,8 +122,13 @@ impl Coordinator {
         ]
         .map(|phase| phase.as_micros() as u64);
         let hops = hop_views(&plan, &reports, &directory);
-        let report =
-            StripeReport { stripe, code: plan.code, block_bytes: plan.cut.block_bytes, hops, phases_us };
+        let report = StripeReport {
+            stripe,
+            code: plan.code,
+            block_bytes: plan.cut.block_bytes,
+            hops,
+            phases_us,
+        };
         let _ = events.send(ArchiveEvent::Stripe(report)).await;
         Ok(())
     }
@@ -167,7 +168,11 @@ impl Coordinator {
         }
     }
 
-    fn receipt_call(&self, shard: &OwnedShard, receipt: &Receipt) -> Result<PutReceipt, ArchiveError> {
+    fn receipt_call(
+        &self,
+        shard: &OwnedShard,
+        receipt: &Receipt,
+    ) -> Result<PutReceipt, ArchiveError> {
         let bytes = receipt.to_bytes().map_err(|error| ArchiveError::Format(error.to_string()))?;
         Ok(PutReceipt { bytes, owner: shard.generation, coordinator: self.me })
     }
@@ -198,13 +203,13 @@ impl Coordinator {
     ) -> Result<(), ArchiveError> {
         let (n, k) = (shard.root.n.into(), shard.root.k.into());
         let index = info.fixed.stripe.index;
-        let mut nodes = place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
+        let mut nodes =
+            place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
         nodes.extend(info.places.iter().chain(places));
         nodes.sort_unstable();
         nodes.dedup();
         // Also nodes that held a replica and no piece need the receipt before they drop anything.
-        let receipt =
-            records::receipt(&self.caller, directory, &shard.root, info, attempt).await?;
+        let receipt = records::receipt(&self.caller, directory, &shard.root, info, attempt).await?;
         let receipt = self.receipt_call(shard, &receipt)?;
         let call = Drop { stripe: info.fixed.stripe, attempt, generation };
         let drops = nodes.iter().map(|&node| {
@@ -237,7 +242,11 @@ impl Coordinator {
     }
 }
 
-fn choose(subject: &Subject<'_>, plan: PlanChoice, index: u32) -> Result<Plan, planner::PlannerError> {
+fn choose(
+    subject: &Subject<'_>,
+    plan: PlanChoice,
+    index: u32,
+) -> Result<Plan, planner::PlannerError> {
     // Coders rotate over stripes, so that sixteen stripes load sixteen nodes alike.
     let turn = index as usize;
     match plan {

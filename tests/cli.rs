@@ -84,8 +84,8 @@ fn a_checkpoint_lives_its_life() {
 }
 
 #[test]
-fn every_plan_archives() {
-    let cluster = Cluster::start(4, &["code.list=4,2"]);
+fn every_plan_archives_and_too_much_lost_is_refused() {
+    let mut cluster = Cluster::start(4, &["code.list=4,2"]);
     let data = bytes(300_000, 1);
     cluster.write("a.bin", &data);
     let plans = [
@@ -104,6 +104,13 @@ fn every_plan_archives() {
     }
     let wrong = cluster.run("archive job/0 --codec reed-solomon-erasure");
     wrong.fails(2, &["cannot run a chain", "hint: add --plan star"]);
+
+    // Beyond n-k losses nothing is written, and what is missing has a name.
+    cluster.daemons.truncate(1);
+    let lost = cluster.run("restore job/0 --out lost --json");
+    lost.fails(1, &["nothing was written", "a.bin", "n2"]);
+    assert_eq!(lost.json()["error"]["kind"], "lost");
+    assert!(tree(&cluster.path("lost")).is_empty());
 }
 
 #[test]

@@ -71,3 +71,8 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Code(code) => codes::run(front, code),
     }
 }
+
+/// The examples of the front page compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct FrontPage;

@@ -150,6 +150,7 @@ fn wrong_usage_is_told_at_once() {
     let cluster = Cluster::files(2, &[]);
     cluster.write("a", b"1");
     cluster.write("d/a", b"2");
+    cluster.write("empty", b"");
     std::os::unix::fs::symlink(cluster.path("a"), cluster.path("d/link")).unwrap();
     for (line, parts) in [
         ("save ../1 a", &["JOB/STEP", "job name"][..]),
@@ -174,6 +175,7 @@ fn wrong_usage_is_told_at_once() {
         ("cluster init new --node a=h:1 --set memory=1MiB", &["memory", "64MiB"]),
         ("code show 3,9", &["k <= n <= 2k"]),
         ("demo --size lots", &["not a size"]),
+        ("demo --input empty", &["something in it"]),
     ] {
         let ended = cluster.run(line);
         ended.fails(2, parts);

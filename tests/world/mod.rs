@@ -48,6 +48,15 @@ pub fn address(index: usize) -> String {
 impl World {
     /// `count` storage nodes, numbered from 1; node 0 hosts the catalogue and stores nothing.
     pub async fn start(count: usize, codes: &[(u8, u8)], block_bytes: u64) -> Self {
+        Self::start_with(count, codes, block_bytes, Duration::from_secs(10)).await
+    }
+
+    pub async fn start_with(
+        count: usize,
+        codes: &[(u8, u8)],
+        block_bytes: u64,
+        lease: Duration,
+    ) -> Self {
         let machines = (0..=count).map(|index| Machine {
             name: format!("node{index:02}").parse().unwrap(),
             disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
@@ -61,7 +70,7 @@ impl World {
             block_bytes,
             memory_bytes: 256 << 20,
             codes: codes.to_vec(),
-            lease: Duration::from_secs(10),
+            lease,
             clients: std::cell::Cell::new(0),
         };
         for index in 0..=count {
@@ -132,14 +141,22 @@ impl World {
         self.numbered_client().0
     }
 
+    /// A client whose only seed is node `index`.
+    pub fn client_of(&self, index: usize) -> Client {
+        self.connect(vec![address(index)]).0
+    }
+
     /// A client, and the number in its address `clientN:0`.
     pub fn numbered_client(&self) -> (Client, u32) {
+        self.connect((0..3).map(address).collect())
+    }
+
+    fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
         let transport =
             self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
-        let seeds = (0..3).map(address).collect();
         let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
         (
             Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds),

@@ -297,8 +297,10 @@ fn the_demo_tells_a_true_story() {
     assert_eq!((number("n"), number("k"), number("stripes")), (16, 11, 1));
     assert_eq!(story["verified"], true);
     let (input, block) = (number("input_bytes"), number("block_bytes"));
-    assert_eq!(number("stored_bytes_replicated"), 2 * input);
-    assert_eq!(number("stored_bytes_archived"), 16 * block);
+    // The files themselves, with what each has besides data: well below one in a hundred.
+    let about = |stored: u64, data: u64| (data..data + data / 100).contains(&stored);
+    assert!(about(number("stored_bytes_replicated"), 2 * input), "{story}");
+    assert!(about(number("stored_bytes_archived"), 16 * block), "{story}");
     let hops = story["hops"].as_array().unwrap();
     let traffic =
         |side: &str| -> Vec<u64> { hops.iter().map(|hop| hop[side].as_u64().unwrap()).collect() };

@@ -119,8 +119,11 @@ impl Answer for Nodes {
         }
         let live = report.nodes.iter().filter(|(view, _)| view.live).count();
         let catalogue = report.catalogue.as_ref().map_or("nowhere to be found", PeerName::as_str);
+        // What a node that does not answer holds is not known, and not nothing.
+        let all_answer = report.nodes.iter().all(|(_, answer)| answer.is_some());
+        let least = if all_answer { "" } else { "at least " };
         let mut out = format!(
-            "{}\n{live} of {} live, {} stored; catalogue on {catalogue}, epoch {}\n",
+            "{}\n{live} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
             table.render(paint),
             counted(report.nodes.len() as u64, "node"),
             ByteCount(stored_bytes(report)),

@@ -27,6 +27,7 @@ const SPACE_FACTOR: u64 = 6;
 /// How long the nodes may take to find each other.
 const LIVE_LIMIT: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(50);
+const BUSY: &str = "is the machine very busy? run the demo again";
 
 /// A new folder, removed with the value, on a disk with enough room.
 pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
@@ -109,16 +110,28 @@ pub async fn all_live(client: &Client) -> Result<(), Failure> {
         if clock.now() > LIVE_LIMIT {
             let limit = LIVE_LIMIT.as_secs();
             let message = format!("only {live} of {NODES} nodes are live after {limit} s");
-            return Err(Failure::new(Kind::Timeout, message)
-                .with_hint("is the machine very busy? run the demo again"));
+            return Err(Failure::new(Kind::Timeout, message).with_hint(BUSY));
         }
         clock.sleep(POLL).await;
     }
 }
 
-/// Bytes of blocks and pieces on all nodes, as they say themselves.
+/// Bytes of blocks and pieces on all nodes, as they say themselves; a node that does not answer is asked again, since
+/// a sum without it would not be true.
 pub async fn stored(client: &Client) -> Result<u64, Failure> {
-    Ok(stored_bytes(&connect::ask(client.status()).await?))
+    let clock = SystemClock::new();
+    loop {
+        let status = connect::ask(client.status()).await?;
+        let silent = status.nodes.iter().find(|(_, answer)| answer.is_none());
+        match silent {
+            None => return Ok(stored_bytes(&status)),
+            Some((view, _)) if clock.now() > LIVE_LIMIT => {
+                let message = format!("{} does not say what it holds", view.node.name);
+                return Err(Failure::new(Kind::Timeout, message).with_hint(BUSY));
+            }
+            Some(_) => clock.sleep(POLL).await,
+        }
+    }
 }
 
 /// BLAKE3 of a file.

@@ -325,7 +325,7 @@ impl ShardState {
     pub fn set(&mut self, index: u32, state: StripeState) -> bool {
         let mut runs: Vec<Run> = Vec::with_capacity(self.runs.len() + 2);
         let mut push = |count: u32, state: StripeState| match runs.last_mut() {
-            Some(last) if last.state == state => last.count += count,
+            Some(last) if last.state == state => last.count = last.count.saturating_add(count),
             _ if count == 0 => {}
             _ => runs.push(Run { count, state }),
         };

@@ -20,6 +20,8 @@ use crate::net::identity::Identity;
 
 /// How long the seeds may take together to answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// How long connections may take to close.
+const CLOSE_LIMIT: Duration = Duration::from_millis(200);
 /// How long a question may take whose answer is no work, such as a list.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
@@ -122,6 +124,11 @@ pub async fn client_of(file: &Path, config: &ClientConfig) -> Result<Client, Fai
             Err(Failure::new(Kind::Unavailable, message).with_hint(hint))
         }
     }
+}
+
+/// Lets a client go. Nodes that are dead take no leave: that is not waited for.
+pub async fn close(client: &Client) {
+    let _ = deadline(&*SystemClock::new(), CLOSE_LIMIT, client.close()).await;
 }
 
 /// Asks something whose answer is no work.

@@ -118,6 +118,11 @@ pub fn create_new(path: &Path) -> Result<File, Failure> {
     opened.map_err(|error| io_failure("write", path, &error))
 }
 
+/// Removes a file, if it is there.
+pub fn remove_file(path: &Path) {
+    let _ = fs::remove_file(path);
+}
+
 /// Removes a folder and what is in it, as far as that goes.
 pub fn remove_folder(path: &Path) {
     let _ = fs::remove_dir_all(path);

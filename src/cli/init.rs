@@ -16,12 +16,14 @@ use super::printer::{Answer, Failure};
 use super::table::{Paint, Tint};
 use super::words::{NewNode, Setting};
 use super::{Outcome, connect};
-use crate::config::{ClientConfig, FILE_NAME, HostPort, NODE_SETTINGS, NodeConfig, Sources};
+use crate::config::{
+    ClientConfig, ConfigError, FILE_NAME, HostPort, NODE_SETTINGS, NodeConfig, Sources,
+};
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::{ClusterId, PeerName};
 use crate::kind::Kind;
 use crate::net::Role;
-use crate::net::identity::Authority;
+use crate::net::identity::{Authority, IdentityError};
 
 /// The name in the client's certificate.
 const CLIENT: &str = "client";
@@ -83,7 +85,8 @@ pub fn create(dir: &Path, nodes: &[NewNode], set: &[Setting]) -> Result<NewClust
         cluster: ClusterId(SystemEntropy.id()),
         nodes: nodes.to_vec(),
     };
-    write(&cluster, set).inspect_err(|_| {
+    let texts = texts(&cluster, set)?;
+    write(&cluster, &texts).inspect_err(|_| {
         for part in ["ca", "nodes", "client"] {
             files::remove_folder(&dir.join(part));
         }
@@ -119,37 +122,49 @@ fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
     Ok(())
 }
 
-fn write(cluster: &NewCluster, set: &[Setting]) -> Result<(), Failure> {
-    let denied = |error: crate::net::identity::IdentityError| Failure::of(error.kind(), &error);
-    let authority = Authority::create(cluster.cluster).map_err(denied)?;
-    let ca = cluster.dir.join("ca");
-    let pem = authority.to_pem();
+/// A configuration that was read back, and whose it is.
+struct Text {
+    role: Role,
+    name: PeerName,
+    file: PathBuf,
+    text: String,
+}
+
+/// All configurations. What a node or client would refuse is refused here, before anything is written.
+fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, Failure> {
+    let nothing = BTreeMap::new();
+    let refused = |error: ConfigError| connect::config_failure(&error);
+    let mut texts = Vec::with_capacity(cluster.nodes.len() + 1);
+    for (at, node) in cluster.nodes.iter().enumerate() {
+        let (text, file) = (node_text(cluster, at, set), cluster.node_config(&node.name));
+        let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
+        NodeConfig::parse(sources).map_err(refused)?;
+        texts.push(Text { role: Role::Node, name: node.name.clone(), file, text });
+    }
+    let (text, file) = (client_text(cluster), cluster.client_config());
+    let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
+    let client = ClientConfig::parse(sources).map_err(refused)?;
+    texts.push(Text { role: Role::Client, name: client.membership.name, file, text });
+    Ok(texts)
+}
+
+fn write(cluster: &NewCluster, texts: &[Text]) -> Result<(), Failure> {
+    let failed = |error: IdentityError| Failure::of(error.kind(), &error);
+    let authority = Authority::create(cluster.cluster).map_err(failed)?;
+    let (ca, pem) = (cluster.dir.join("ca"), authority.to_pem());
     files::make_private_folder(&ca)?;
     files::write_new(&ca.join("key.pem"), &pem.key_pem, SECRET)?;
     files::write_new(&ca.join("ca.pem"), &pem.cert_pem, PUBLIC)?;
-
-    let member = |folder: &Path, role, name: &PeerName, text: &str| {
-        let issued = authority.issue(role, name).map_err(denied)?;
+    for Text { role, name, file, text } in texts {
+        let issued = authority.issue(*role, name).map_err(failed)?;
+        let folder = file.parent().unwrap_or(&cluster.dir);
         files::make_private_folder(folder)?;
         files::write_new(&folder.join("key.pem"), &issued.key_pem, SECRET)?;
         files::write_new(&folder.join("certificate.pem"), &issued.cert_pem, PUBLIC)?;
         files::write_new(&folder.join("ca.pem"), authority.cert_pem(), PUBLIC)?;
-        files::write_new(&folder.join(FILE_NAME), text, PUBLIC)
-    };
-    let nothing = BTreeMap::new();
-    for (at, node) in cluster.nodes.iter().enumerate() {
-        let text = node_text(cluster, at, set);
-        let file = cluster.node_config(&node.name);
-        let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
-        NodeConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
-        member(&cluster.dir.join("nodes").join(node.name.as_str()), Role::Node, &node.name, &text)?;
+        files::write_new(file, text, PUBLIC)?;
     }
-    let name =
-        CLIENT.parse().map_err(|_| Failure::new(Kind::Internal, "the client has no name"))?;
-    let (text, file) = (client_text(cluster), cluster.client_config());
-    let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
-    ClientConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
-    member(&cluster.dir.join("client"), Role::Client, &name, &text)
+    Ok(())
 }
 
 /// The seeds of the node in place `skip`: the first few others, so that it does not ask itself.
@@ -340,7 +355,7 @@ mod tests {
             let set: Vec<Setting> = set.split_terminator(' ').map(|w| w.parse().unwrap()).collect();
             let failure = create(&dir, &nodes(words), &set).err().unwrap();
             assert_eq!(failure.kind, Kind::Invalid, "{}", failure.message);
-            assert!(!dir.join("ca").exists() && !dir.join("nodes").exists());
+            assert!(!dir.exists());
         };
         refused(&["a=h:1", "a=h:2"], "");
         refused(&["a=h:1", "b=h:1"], "");

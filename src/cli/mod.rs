@@ -1,6 +1,6 @@
 //! The command line: what a person types and sees. The only floor that prints.
 //!
-//! Commands return an [`Answer`](printer::Answer) or a [`Failure`](printer::Failure); the [`printer`] alone writes,
+//! Commands return an [`Answer`] or a [`Failure`]; the [`printer`] alone writes,
 //! so that `--json`, colours, hints and exit codes are decided in one place.
 
 pub mod args;
@@ -71,3 +71,8 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Code(code) => codes::run(front, code),
     }
 }
+
+/// The examples of the front page compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct FrontPage;

@@ -42,13 +42,13 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let saved =
         client.save(job, step, shards, SaveOptions { replace: options.replace }, progress).await;
     let took = clock.now();
-    client.close().await;
+    connect::close(&client).await;
     let report = saved.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
-            Kind::Exists if !options.replace => failure.with_hint(
-                "save under another step, or replace it with --replace once no other save of it is under way",
-            ),
+            Kind::Exists => {
+                failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
+            }
             _ => failure,
         }
     })?;

@@ -16,8 +16,10 @@ use crate::wire::calls::{NodeStatusAnswer, NodeView};
 pub async fn run(front: &mut Front, options: Status) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.status()).await;
-    client.close().await;
-    Ok(Box::new(Nodes(report?)))
+    connect::close(&client).await;
+    let mut report = report?;
+    report.nodes.sort_by(|a, b| a.0.node.name.cmp(&b.0.node.name));
+    Ok(Box::new(Nodes(report)))
 }
 
 struct Nodes(StatusReport);

@@ -25,7 +25,7 @@ const LISTED: usize = 50;
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let steps = connect::ask(client.list(options.job.as_ref())).await;
-    client.close().await;
+    connect::close(&client).await;
     Ok(Box::new(Steps(steps?)))
 }
 
@@ -33,7 +33,7 @@ pub async fn list(front: &mut Front, options: Ls) -> Outcome {
 pub async fn show(front: &mut Front, options: Named) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.show(&options.step.job, options.step.step)).await;
-    client.close().await;
+    connect::close(&client).await;
     let style = Style::of_env(&front.env, front.printer.paint());
     Ok(Box::new(Shown { report: report?, style }))
 }
@@ -42,7 +42,7 @@ pub async fn show(front: &mut Front, options: Named) -> Outcome {
 pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let answer = client.remove(&options.step.job, options.step.step).await;
-    client.close().await;
+    connect::close(&client).await;
     let answer = answer.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Removed { step: options.step, answer }))
 }
@@ -155,7 +155,7 @@ impl Answer for Shown {
                 root.name.to_string(),
                 ByteCount(root.len_bytes).to_string(),
                 format!("({},{})", root.n, root.k),
-                ByteCount(root.block_bytes).to_string(),
+                first_block(root),
                 States::of(state).words(),
             ]);
         }
@@ -170,6 +170,12 @@ impl Answer for Shown {
         }
         out
     }
+}
+
+/// The block length of the first stripe: in a shard of one stripe it is less than the configured one.
+fn first_block(root: &ShardRoot) -> String {
+    let stripe = root.geometry().ok().and_then(|geometry| geometry.stripe(0));
+    stripe.map_or_else(|| "-".to_owned(), |cut| ByteCount(cut.block_bytes).to_string())
 }
 
 struct Removed {

@@ -81,7 +81,7 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     let archived = client.archive(job, step, how, &mut on_event).await;
     drop(bar);
     let took = clock.now();
-    client.close().await;
+    connect::close(&client).await;
     if let (Some(file), Some(path)) = (trace_file, &options.trace) {
         trace.write(file).map_err(|error| files::io_failure("write", path, &error))?;
     }
@@ -104,12 +104,13 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     let clock = SystemClock::new();
     let restored = client.restore(job, step, request, progress).await;
     let took = clock.now();
-    client.close().await;
+    connect::close(&client).await;
     let report = restored.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
-            Kind::Exists if !options.force => failure
-                .with_hint("restore into another folder, or replace what is there with --force"),
+            Kind::Exists if !options.force => failure.with_hint(
+                "nothing was written: name another folder, or replace what is there with --force",
+            ),
             _ => failure,
         }
     })?;
@@ -125,7 +126,7 @@ pub async fn verify(front: &mut Front, options: Named) -> Outcome {
     let clock = SystemClock::new();
     let verified = client.verify(job, step, progress).await;
     let took = clock.now();
-    client.close().await;
+    connect::close(&client).await;
     let report = verified.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Read { verb: "verified", report, took, out: None }))
 }
@@ -171,20 +172,25 @@ impl Answer for Archived {
 
     fn text(&self, paint: Paint) -> String {
         let report = &self.report;
+        let stripes = counted(report.stripes, "stripe");
+        if report.reports.is_empty() && report.undropped == 0 {
+            let text = format!(
+                "{}/{}: nothing to do, {stripes} archived already\n",
+                report.job, report.step
+            );
+            return text + &listed("note", &report.notes, paint);
+        }
         let dropped = match report.undropped {
             0 => "every piece was read back and proven, and the replicas are dropped".to_owned(),
             some => format!(
-                "every piece was read back and proven; {} of {} keep replicas until their nodes answer again",
-                some,
-                counted(report.stripes, "stripe")
+                "every piece was read back and proven; {some} of {stripes} keep replicas until their nodes answer again"
             ),
         };
         let done = format!(
-            "{} {}/{}: {} in {:.2} s; {dropped}\n",
+            "{} {}/{}: {stripes} in {:.2} s; {dropped}\n",
             paint.tint(Tint::Green, "archived"),
             report.job,
             report.step,
-            counted(report.stripes, "stripe"),
             self.took.as_secs_f64(),
         );
         done + &listed("note", &report.notes, paint)

@@ -24,6 +24,9 @@ const POLL: Duration = Duration::from_millis(20);
 /// A log that says `ready` does so in its first lines.
 const MAX_LOG_BYTES: usize = 16 << 20;
 
+/// Holds the number of the process, as long as the demo has not killed it.
+const PID_FILE: &str = "pid";
+
 struct NodeProcess {
     name: PeerName,
     folder: PathBuf,
@@ -78,7 +81,7 @@ impl Daemons {
             })?;
             let node = NodeProcess { name: node.name.clone(), folder, child };
             let pid = format!("{}\n", node.child.id());
-            let pid_file = node.folder.join("pid");
+            let pid_file = node.folder.join(PID_FILE);
             daemons.nodes.push(node);
             files::write_new(&pid_file, &pid, PUBLIC)?;
         }
@@ -114,6 +117,7 @@ impl Daemons {
     pub fn kill(&mut self, names: &[PeerName]) {
         for node in self.nodes.iter_mut().filter(|node| names.contains(&node.name)) {
             end(&mut node.child);
+            files::remove_file(&node.folder.join(PID_FILE));
         }
     }
 

@@ -79,13 +79,13 @@ impl Answer for DemoReport {
             "save",
             times(self.replicated_bytes, self.input_bytes),
             save,
-            "survives any 1 loss".to_owned(),
+            "survives the loss of any node".to_owned(),
         );
         row(
             "archive",
             times(self.archived_bytes, self.input_bytes),
             archive,
-            format!("survives any {}", n.saturating_sub(k)),
+            format!("survives the loss of any {} nodes", n.saturating_sub(k)),
         );
         row(
             "restore",
@@ -96,7 +96,7 @@ impl Answer for DemoReport {
         let mut out = format!("\n{}", table.render(paint));
         out.push_str(&paint.tint(
             Tint::Dim,
-            "All nodes share this machine's processors and disk: the times say that it works, not how fast a cluster is.\n",
+            "\nAll nodes share this machine's processors and disk: the times say that it works, not how fast a cluster is.\n",
         ));
         if let Some(left) = &self.left {
             out.push_str(&left.text(paint, &self.killed));

@@ -35,7 +35,7 @@ pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
     let made = tempfile::Builder::new().prefix("rapidraid-demo-").tempdir_in(&parent);
     let folder = made.map_err(|error| files::io_failure("create a folder in", &parent, &error))?;
     let input_bytes = match &options.input {
-        Some(path) => files::length(path)?,
+        Some(path) => given_bytes(path)?,
         None => options.size.0,
     };
     let needed = input_bytes.saturating_mul(SPACE_FACTOR);
@@ -49,15 +49,20 @@ pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
     Ok(folder)
 }
 
+/// The length of the file that was named; one without anything in it has nothing to archive.
+fn given_bytes(path: &Path) -> Result<u64, Failure> {
+    match files::length(path)? {
+        bytes if bytes > 0 && files::kind_of(path)?.is_file() => Ok(bytes),
+        _ => {
+            let message = format!("{} is not a file with something in it", path.display());
+            Err(Failure::new(Kind::Invalid, message).with_hint("name a file of some megabytes"))
+        }
+    }
+}
+
 /// The file to save, and what to say about it.
 pub async fn input(options: &Demo, folder: &Path) -> Result<(PathBuf, String), Failure> {
     if let Some(path) = &options.input {
-        if !files::kind_of(path)?.is_file() || files::length(path)? == 0 {
-            let message = format!("{} is not a file with something in it", path.display());
-            return Err(
-                Failure::new(Kind::Invalid, message).with_hint("name a file of some megabytes")
-            );
-        }
         let about = format!("{} as checkpoint demo/1, straight to the nodes", path.display());
         return Ok((path.clone(), about));
     }

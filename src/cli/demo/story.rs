@@ -100,7 +100,7 @@ impl Story<'_> {
     }
 
     fn picture(&mut self, picture: &str) {
-        self.front.printer.show(&format!("\n{picture}\n"));
+        self.front.printer.show(&format!("\n{picture}"));
     }
 
     async fn start(
@@ -209,7 +209,8 @@ impl Story<'_> {
 
     fn draw(&mut self, report: &StripeReport) {
         self.picture(&picture::chain(&stops(report), self.style));
-        self.front.printer.show(&format!("{}\n", picture::timeline(&spans(report), self.style)));
+        self.picture(&picture::timeline(&spans(report), self.style));
+        self.front.printer.show("\n");
     }
 
     async fn lose(
@@ -220,7 +221,7 @@ impl Story<'_> {
     ) -> Result<(), Failure> {
         let names: Vec<&str> = killed.iter().map(PeerName::as_str).collect();
         let show = connect::ask(client.show(&self.job, Some(STEP))).await?;
-        client.close().await;
+        connect::close(client).await;
         self.chapter(4, "Lose five nodes", &format!("kill -9 {}", names.join(" ")));
         daemons.kill(killed);
         let mut map = first_stripe(&show);
@@ -255,7 +256,7 @@ impl Story<'_> {
         let restored = client.restore(&self.job, Some(STEP), request, progress).await;
         let restored = restored.map_err(|error| connect::failure(&error))?;
         let took = self.clock.now() - from;
-        client.close().await;
+        connect::close(&client).await;
         let (before, after) =
             (stage::hash(path.to_owned()).await?, stage::hash(out.join(name.as_str())).await?);
         if before != after {

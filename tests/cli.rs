@@ -1,0 +1,311 @@
+//! The binary as a person or script meets it: real daemons on this machine, real files, exit codes, JSON, and what it
+//! says when something is wrong.
+#![allow(clippy::disallowed_methods)] // makes and breaks files of the machine
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
+
+#[path = "cli/machine.rs"]
+mod machine;
+
+use std::os::unix::fs::PermissionsExt;
+
+use machine::{Cluster, Daemon, bytes, program, run, tree};
+use rustix::process::Signal;
+
+/// A checkpoint with every awkward length: none, one byte, around a grain, around a stripe of (6,4) with blocks of 64 KiB.
+fn write_checkpoint(cluster: &Cluster) {
+    let lengths = [0, 1, 127, 65_535, 65_536, 65_537, 262_144, 262_145, 1_000_003];
+    for (at, len) in lengths.into_iter().enumerate() {
+        cluster.write(&format!("in/rank{}/part-{len}.bin", at % 2), &bytes(len, at as u64));
+    }
+}
+
+#[test]
+fn a_checkpoint_lives_its_life() {
+    let mut cluster = Cluster::start(6, &["code.list=6,4"]);
+    write_checkpoint(&cluster);
+    let all = tree(&cluster.path("in"));
+    let total: usize = all.iter().map(|(_, bytes)| bytes.len()).sum();
+
+    let saved = cluster.run("save gpt/7 in --json").ok().json();
+    assert_eq!((&saved["shards"], &saved["bytes"]), (&9.into(), &total.into()), "{saved}");
+    assert_eq!((&saved["n"], &saved["k"]), (&6.into(), &4.into()), "{saved}");
+    let listed = cluster.run("ls gpt --json").ok().json();
+    assert_eq!(
+        (&listed["steps"][0]["job"], &listed["steps"][0]["step"]),
+        (&"gpt".into(), &7.into())
+    );
+    assert_eq!(cluster.run("ls other --json").ok().json()["steps"], serde_json::json!([]));
+    assert!(cluster.run("ls").ok().out.contains("gpt/7"));
+    let shown = cluster.run("show gpt/latest --json").ok().json();
+    let names: Vec<&str> =
+        shown["shards"].as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap()).collect();
+    assert_eq!(names, all.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>());
+    let verified = cluster.run("verify gpt/7 --json").ok().json();
+    assert_eq!((&verified["bytes"], &verified["decoded_stripes"]), (&total.into(), &0.into()));
+    cluster.run("restore gpt/latest --out from-replicas").ok();
+    assert_eq!(tree(&cluster.path("from-replicas")), all);
+
+    let archived = cluster.run("archive gpt/7 --json --trace hops.json").ok().json();
+    assert_eq!(archived["undropped"], 0, "{archived}");
+    let reports = archived["reports"].as_array().unwrap();
+    assert_eq!(archived["stripes"], reports.len(), "{archived}");
+    for report in reports {
+        let traffic = |side: &str| -> u64 {
+            report["hops"].as_array().unwrap().iter().map(|hop| hop[side].as_u64().unwrap()).sum()
+        };
+        assert_eq!(traffic("in_bytes"), 5 * report["block_bytes"].as_u64().unwrap(), "{report}");
+        assert_eq!(traffic("in_bytes"), traffic("out_bytes"), "{report}");
+    }
+    let trace: serde_json::Value = serde_json::from_slice(&cluster.read("hops.json")).unwrap();
+    let hops =
+        trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["cat"] == "hop").count();
+    assert_eq!(hops, 6 * reports.len());
+    assert!(cluster.run("archive gpt/7").ok().out.contains("nothing to do"));
+    let status = cluster.run("status --json").ok().json();
+    let sum = |field: &str| -> u64 {
+        status["nodes"].as_array().unwrap().iter().map(|node| node[field].as_u64().unwrap()).sum()
+    };
+    assert_eq!((sum("replicas"), sum("pieces")), (0, 6 * reports.len() as u64), "{status}");
+
+    // Two lost nodes are what (6,4) survives; the first one has the catalogue.
+    cluster.daemons.truncate(4);
+    let restored = cluster.run("restore gpt/7 --out from-pieces --json").ok().json();
+    assert_eq!((&restored["bytes"], &restored["replica_stripes"]), (&total.into(), &0.into()));
+    assert_eq!(tree(&cluster.path("from-pieces")), all);
+    let range = "restore gpt/7 --out part --shard rank0/part-1000003.bin --range 60KiB..700001";
+    cluster.run(range).ok();
+    let whole = cluster.read("in/rank0/part-1000003.bin");
+    assert!(cluster.read("part/rank0/part-1000003.bin") == whole[60 * 1024..700_001]);
+
+    let removed = cluster.run("rm gpt/7 --json");
+    assert!(removed.code == 0 || removed.err.contains("not visible any more"), "{removed:?}");
+    cluster.run("show gpt/7").fails(1, &["gpt/7"]);
+    cluster.run("restore gpt/latest --out gone").fails(1, &["gpt"]);
+}
+
+#[test]
+fn every_plan_archives_and_too_much_lost_is_refused() {
+    let mut cluster = Cluster::start(4, &["code.list=4,2"]);
+    let data = bytes(300_000, 1);
+    cluster.write("a.bin", &data);
+    let plans = [
+        "star",
+        "naive-star",
+        "striped-star",
+        "chain",
+        "star --codec reed-solomon-erasure",
+        "star --parallel 2",
+    ];
+    for (step, plan) in plans.into_iter().enumerate() {
+        cluster.run(&format!("save job/{step} a.bin")).ok();
+        cluster.run(&format!("archive job/{step} --plan {plan}")).ok();
+        cluster.run(&format!("restore job/{step} --out out{step}")).ok();
+        assert!(cluster.read(&format!("out{step}/a.bin")) == data, "{plan}");
+    }
+    let wrong = cluster.run("archive job/0 --codec reed-solomon-erasure");
+    wrong.fails(2, &["cannot run a chain", "hint: add --plan star"]);
+
+    // Beyond n-k losses nothing is written, and what is missing has a name.
+    cluster.daemons.truncate(1);
+    let lost = cluster.run("restore job/0 --out lost --json");
+    lost.fails(1, &["nothing was written", "a.bin", "n2"]);
+    assert_eq!(lost.json()["error"]["kind"], "lost");
+    assert!(tree(&cluster.path("lost")).is_empty());
+}
+
+#[test]
+fn nothing_is_overwritten_unless_asked() {
+    let cluster = Cluster::start(4, &["code.list=4,2"]);
+    cluster.write("a.bin", b"first");
+    cluster.write("sub/b.bin", b"other");
+    cluster.run("save job/1 a.bin sub").ok();
+    cluster.write("a.bin", b"second");
+    let again = cluster.run("save job/1 a.bin --json");
+    again.fails(1, &["job/1", "--replace"]);
+    assert_eq!(again.json()["error"]["kind"], "exists");
+    cluster.run("restore job/1 --out out").ok();
+    assert_eq!(cluster.read("out/a.bin"), b"first");
+
+    cluster.write("out/a.bin", b"mine");
+    std::fs::remove_file(cluster.path("out/b.bin")).unwrap();
+    cluster.run("restore job/1 --out out").fails(1, &["a.bin exists", "--force"]);
+    assert_eq!(tree(&cluster.path("out")), [("a.bin".to_owned(), b"mine".to_vec())]);
+    cluster.run("restore job/1 --out out --force").ok();
+    assert_eq!(cluster.read("out/a.bin"), b"first");
+
+    cluster.run("save job/1 a.bin --replace").ok();
+    cluster.run("restore job/latest --out new").ok();
+    assert_eq!(tree(&cluster.path("new")), [("a.bin".to_owned(), b"second".to_vec())]);
+    let no_such = cluster.run("restore job/1 --out new2 --shard b.bin --json");
+    no_such.fails(1, &["no shard b.bin"]);
+    assert_eq!(no_such.json()["error"]["kind"], "not_found");
+    cluster.run("restore job/1 --out new3 --shard a.bin --range 2..100").fails(2, &["2..100"]);
+    cluster.run("archive job/1 --trace a.bin").fails(1, &["a.bin"]);
+    assert_eq!(cluster.read("a.bin"), b"second");
+}
+
+#[test]
+fn wrong_usage_is_told_at_once() {
+    // No daemon runs: what is wrong in itself is refused before anybody is asked.
+    let cluster = Cluster::files(2, &[]);
+    cluster.write("a", b"1");
+    cluster.write("d/a", b"2");
+    cluster.write("empty", b"");
+    std::os::unix::fs::symlink(cluster.path("a"), cluster.path("d/link")).unwrap();
+    for (line, parts) in [
+        ("save ../1 a", &["JOB/STEP", "job name"][..]),
+        ("save job/../1 a", &["step"]),
+        ("save job/latest a", &["not `latest`"]),
+        ("save job/x a", &["decimal number"]),
+        ("save job/1 a a", &["both be the shard a"]),
+        ("save job/1 d", &["d/link is a symbolic link"]),
+        ("restore job/1 --out o --shard ../x", &["relative path"]),
+        ("restore job/1 --out o --range 0..1", &["--shard"]),
+        ("restore job/1 --out o --shard a --range 2..1", &["A < B"]),
+        ("restore job/1", &["--out"]),
+        ("rm job/latest", &["not `latest`"]),
+        ("archive job/1 --plan tree", &["striped-star"]),
+        ("show job", &["JOB/STEP"]),
+        ("nonsense", &["nonsense"]),
+        ("ls --set seeds=nonsense", &["seeds", "HOST:PORT"]),
+        ("ls --set sedes=h:1", &["sedes", "seeds"]),
+        ("cluster init new --node a", &["NAME=HOST:PORT"]),
+        ("cluster init new --node ..=h:1", &["node or client name"]),
+        ("cluster init new --node a=h:1 --node a=h:2", &["two nodes have the name a"]),
+        ("cluster init new --node a=h:1 --set memory=1MiB", &["memory", "64MiB"]),
+        ("code show 3,9", &["k <= n <= 2k"]),
+        ("demo --size lots", &["not a size"]),
+        ("demo --input empty", &["something in it"]),
+    ] {
+        let ended = cluster.run(line);
+        ended.fails(2, parts);
+        let json = cluster.run(&format!("{line} --json"));
+        json.fails(2, &[]);
+        assert_eq!(json.json()["error"]["kind"], "invalid", "{line}");
+    }
+    assert!(!cluster.path("new").exists() && !cluster.path("o").exists());
+    for (line, parts) in [
+        ("save job/1 missing", &["missing"][..]),
+        ("ls --config nowhere.toml", &["nowhere.toml", "cluster init"]),
+        ("cluster init cluster --node a=h:1", &["not an empty folder"]),
+        ("node --config nowhere.toml", &["nowhere.toml"]),
+        ("code show 12,6", &["no certified code", "code search 12,6"]),
+        ("demo --input missing", &["missing"]),
+    ] {
+        cluster.run(line).fails(1, parts);
+    }
+}
+
+#[test]
+fn codes_certify_and_lies_do_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let code = |line: &str| {
+        let mut command = program(folder.path());
+        command.args(line.split(' '));
+        run(command)
+    };
+    let listed = code("code list --json").ok().json();
+    assert!(listed["codes"].as_array().unwrap().iter().all(|code| code["dependent_subsets"] == 0));
+    let paper = code("code show 16,11 --paper-order --json").ok().json();
+    assert_eq!(paper["natural_dependent_subsets"], 21);
+    let mut ours = code("code show 16,11 --json").ok().json();
+    assert_eq!(ours["dependent_subsets"], 0);
+    std::fs::write(folder.path().join("code.json"), ours.to_string()).unwrap();
+    assert!(code("code certify code.json").ok().out.contains("is so"));
+    ours["xi"][0][0] = 1.into();
+    std::fs::write(folder.path().join("lie.json"), ours.to_string()).unwrap();
+    let lie = code("code certify lie.json --json");
+    lie.fails(1, &["claims"]);
+    assert_eq!(lie.json()["error"]["kind"], "corrupt");
+    let found = code("code search 8,5 --seed 3 --json").ok().json();
+    assert_eq!(found["dependent_subsets"], 0);
+    assert!(code("--version").ok().out.starts_with("rapidraid "));
+}
+
+#[test]
+fn a_cluster_that_is_not_there_is_an_error_in_bounded_time() {
+    let cluster = Cluster::files(2, &[]);
+    let start = std::time::Instant::now();
+    let ended = cluster.run("ls --json");
+    ended.fails(1, &["127.0.0.1:", "rapidraid node"]);
+    assert_eq!(ended.json()["error"]["kind"], "unavailable");
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
+}
+
+#[test]
+fn too_few_nodes_are_told_with_their_number() {
+    let cluster = Cluster::start(3, &["code.list=6,4"]);
+    cluster.write("a", b"1");
+    let ended = cluster.run("save job/1 a");
+    ended.fails(1, &["3", "6"]);
+    assert_eq!(cluster.run("ls --json").ok().json()["steps"], serde_json::json!([]));
+}
+
+#[test]
+fn a_daemon_refuses_what_would_hurt_and_stops_when_told() {
+    let cluster = Cluster::files(2, &[]);
+    let folder = cluster.folder.path();
+    let start = |at: usize, more: &[&str]| Daemon::start(folder, &cluster.config(at), more);
+
+    let key = cluster.path("cluster/nodes/n1/key.pem");
+    let mode =
+        |mode| std::fs::set_permissions(&key, std::fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o640);
+    start(1, &[]).ended().fails(1, &["key.pem", "chmod 600"]);
+    mode(0o600);
+
+    let text = std::fs::read_to_string(cluster.config(1)).unwrap();
+    let line = text.lines().count() + 2;
+    cluster.write(
+        "cluster/nodes/n1/odd.toml",
+        format!("{text}\n[log]\nlevle = \"info\"\n").as_bytes(),
+    );
+    let odd = Daemon::start(folder, &cluster.path("cluster/nodes/n1/odd.toml"), &[]).ended();
+    odd.fails(2, &[&format!("odd.toml:{}", line + 1), "log.levle", "log.level"]);
+    let bad = start(1, &["--set", "memory=lots"]).ended();
+    bad.fails(2, &["memory", "lots"]);
+    let stranger = Daemon::start(folder, &cluster.config(1), &["--set", "name=n2"]).ended();
+    stranger.fails(1, &["n2", "n1"]);
+
+    let first = start(1, &[]).ready();
+    let port = text.lines().find(|line| line.starts_with("listen")).unwrap();
+    let port = port.trim_end_matches('"').rsplit(':').next().unwrap();
+    let taken = format!("listen=127.0.0.1:{port}");
+    start(2, &["--set", &taken]).ended().fails(1, &[port]);
+    start(1, &["--set", "listen=127.0.0.1:0"]).ended().fails(1, &["locked by another process"]);
+
+    first.signal(Signal::TERM);
+    let ended = first.ended();
+    assert_eq!(ended.code, 0, "{ended:?}");
+    let again = start(1, &[]).ready();
+    again.signal(Signal::INT);
+    assert_eq!(again.ended().code, 0);
+    let orphan = start(1, &["--set", "log.format=json"]);
+    let mut orphan = orphan;
+    drop(orphan.child.stdin.take());
+    assert_eq!(orphan.ended().code, 0);
+}
+
+#[test]
+fn the_demo_tells_a_true_story() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = program(folder.path());
+    command.args(["demo", "--size", "8MiB", "--seed", "5", "--json", "--dir", "play"]);
+    let demo = run(command).ok();
+    let story = demo.json();
+    let number = |field: &str| story[field].as_u64().unwrap_or_else(|| panic!("{field}: {story}"));
+    assert_eq!((number("n"), number("k"), number("stripes")), (16, 11, 1));
+    assert_eq!(story["verified"], true);
+    let (input, block) = (number("input_bytes"), number("block_bytes"));
+    assert_eq!(number("stored_bytes_replicated"), 2 * input);
+    assert_eq!(number("stored_bytes_archived"), 16 * block);
+    let hops = story["hops"].as_array().unwrap();
+    let traffic =
+        |side: &str| -> Vec<u64> { hops.iter().map(|hop| hop[side].as_u64().unwrap()).collect() };
+    let once = |count: usize| vec![block; count];
+    assert_eq!(traffic("in_bytes"), [vec![0], once(15)].concat());
+    assert_eq!(traffic("out_bytes"), [once(15), vec![0]].concat());
+    let killed = story["killed"].as_array().unwrap();
+    assert!(killed.len() == 5 && !killed.contains(&"node-01".into()), "{story}");
+    assert_eq!(std::fs::read_dir(folder.path().join("play")).unwrap().count(), 0);
+}

@@ -1,0 +1,251 @@
+//! Real daemons and real commands for the tests of the command line: every process is bounded in time and killed by
+//! its own handle, also when a test fails.
+#![allow(clippy::disallowed_methods)] // polls processes of the machine
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::UdpSocket;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Long enough for a busy machine of two processors; no test waits so long when all is well.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Ended {
+    /// It must have succeeded.
+    pub fn ok(self) -> Self {
+        assert_eq!(self.code, 0, "{self:?}");
+        self
+    }
+
+    /// It must have failed with this code and say all of this on stderr, with a hint.
+    pub fn fails(&self, code: i32, parts: &[&str]) {
+        assert_eq!(self.code, code, "{self:?}");
+        assert!(self.err.contains("error: ") && !self.err.contains("panicked"), "{self:?}");
+        for part in parts {
+            assert!(self.err.contains(part), "{part:?} is not in {self:?}");
+        }
+    }
+
+    /// Stdout as the one document that it must be.
+    pub fn json(&self) -> Value {
+        let document: Value =
+            serde_json::from_str(&self.out).unwrap_or_else(|_| panic!("{self:?}"));
+        assert_eq!(document["schema"], 1, "{self:?}");
+        document
+    }
+}
+
+/// The program with an environment of its own.
+pub fn program(folder: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rapidraid"));
+    let ours = |name: &String| name.starts_with("RAPIDRAID_") || name.starts_with("RUST_");
+    for name in std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).filter(ours) {
+        command.env_remove(name);
+    }
+    command.env("HOME", folder).env_remove("XDG_CONFIG_HOME").current_dir(folder);
+    command
+}
+
+/// Runs a command to its end.
+pub fn run(mut command: Command) -> Ended {
+    let mut child =
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let read = |mut from: Box<dyn Read + Send>| {
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            from.read_to_string(&mut text).unwrap();
+            text
+        })
+    };
+    let out = read(Box::new(child.stdout.take().unwrap()));
+    let err = read(Box::new(child.stderr.take().unwrap()));
+    let code = exit_code(&mut child).unwrap_or_else(|| panic!("{command:?} does not end"));
+    Ended { code, out: out.join().unwrap(), err: err.join().unwrap() }
+}
+
+/// The exit code; None, and a dead child, when it does not end in time. A signal counts as -1.
+pub fn exit_code(child: &mut Child) -> Option<i32> {
+    let start = Instant::now();
+    while start.elapsed() < LIMIT {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status.code().unwrap_or(-1));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    None
+}
+
+/// A daemon and what it says.
+pub struct Daemon {
+    pub child: Child,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Daemon {
+    pub fn start(folder: &Path, config: &Path, more: &[&str]) -> Self {
+        let mut command = program(folder);
+        command.arg("node").arg("--config").arg(config).arg("--stop-at-eof").args(more);
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (told, lines) = mpsc::channel();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        std::thread::spawn(move || {
+            // Read to the end, so that the daemon never waits for us.
+            stderr.lines().map_while(Result::ok).for_each(|line| drop(told.send(line)));
+        });
+        Self { child, lines }
+    }
+
+    /// Waits for the line that says that it is ready.
+    pub fn ready(self) -> Self {
+        let mut said = Vec::new();
+        loop {
+            match self.lines.recv_timeout(LIMIT) {
+                Ok(line) if line.starts_with("ready: ") => return self,
+                Ok(line) => said.push(line),
+                Err(error) => panic!("not ready ({error}): {said:#?}"),
+            }
+        }
+    }
+
+    /// Waits for its end.
+    pub fn ended(mut self) -> Ended {
+        let code = exit_code(&mut self.child).expect("the daemon does not end");
+        let err = self.lines.iter().collect::<Vec<_>>().join("\n");
+        Ended { code, out: String::new(), err }
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // It may have ended already; its number is ours until we have waited.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A free UDP port.
+pub fn free_ports(count: usize) -> Vec<u16> {
+    let sockets: Vec<UdpSocket> =
+        (0..count).map(|_| UdpSocket::bind(("127.0.0.1", 0)).unwrap()).collect();
+    sockets.iter().map(|socket| socket.local_addr().unwrap().port()).collect()
+}
+
+/// A cluster on this machine, in a folder of its own.
+pub struct Cluster {
+    pub daemons: Vec<Daemon>,
+    pub folder: TempDir,
+}
+
+impl Cluster {
+    /// The files of a cluster of small blocks, without daemons.
+    pub fn files(nodes: usize, set: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = program(folder.path());
+        command.args(["cluster", "init", "cluster", "--set", "code.block=64KiB"]);
+        for (at, port) in free_ports(nodes).iter().enumerate() {
+            command.arg("--node").arg(format!("n{}=127.0.0.1:{port}", at + 1));
+        }
+        set.iter().for_each(|set| drop(command.arg("--set").arg(set).get_args()));
+        run(command).ok();
+        Self { daemons: Vec::new(), folder }
+    }
+
+    /// A cluster whose nodes are all live.
+    pub fn start(nodes: usize, set: &[&str]) -> Self {
+        let mut cluster = Self::files(nodes, set);
+        let start = |at: usize| Daemon::start(cluster.folder.path(), &cluster.config(at), &[]);
+        let daemons: Vec<Daemon> = (1..=nodes).map(start).collect();
+        cluster.daemons = daemons.into_iter().map(Daemon::ready).collect();
+        let started = Instant::now();
+        while cluster.live() < nodes {
+            assert!(started.elapsed() < LIMIT, "only {} of {nodes} are live", cluster.live());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        cluster
+    }
+
+    /// The configuration of node `at`, from 1.
+    pub fn config(&self, at: usize) -> PathBuf {
+        self.folder.path().join(format!("cluster/nodes/n{at}/rapidraid.toml"))
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn live(&self) -> usize {
+        let status = self.run("status --json").ok().json();
+        status["nodes"].as_array().unwrap().iter().filter(|node| node["live"] == true).count()
+    }
+
+    /// Runs a command of the client, in the cluster's folder; arguments are separated by blanks.
+    pub fn run(&self, line: &str) -> Ended {
+        let mut command = program(self.folder.path());
+        command.args(line.split(' ')).env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
+        run(command)
+    }
+
+    /// Writes a file below the folder.
+    pub fn write(&self, name: &str, bytes: &[u8]) {
+        let path = self.path(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        let path = self.path(name);
+        std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    }
+}
+
+/// All files below a folder, by relative path.
+pub fn tree(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    while let Some(next) = folders.pop() {
+        for entry in std::fs::read_dir(&next).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let name = path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned();
+                found.push((name, std::fs::read(&path).unwrap()));
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// `len` bytes that follow from `seed`.
+pub fn bytes(len: usize, seed: u64) -> Vec<u8> {
+    use rapidraid::entropy::{Entropy, SeededEntropy};
+    let mut out = vec![0; len];
+    SeededEntropy::new(seed).fill(&mut out);
+    out
+}

@@ -230,7 +230,12 @@ impl Client {
             }
             parts.push(Part {
                 key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
-                temporary: format!(".rapidraid-{}", root.shard),
+                // Two restores into one folder never meet in one temporary file.
+                temporary: format!(
+                    ".rapidraid-{}-{:016x}",
+                    root.shard,
+                    self.inner.entropy.below(u64::MAX)
+                ),
                 path: root.name.to_string(),
                 root: Arc::new(root),
                 state,
@@ -331,8 +336,6 @@ impl Client {
             let sink: Arc<dyn Sink> = match output {
                 Some(output) => {
                     let failed = |source| ClientError::Output { path: part.path.clone(), source };
-                    // Left by a restore that was killed; the name is this save's, so nobody else's.
-                    let _ = output.out.remove(&part.temporary);
                     let file = output.out.create_new(&part.temporary).map_err(failed)?;
                     opened.push(at);
                     Arc::new(FileSink { file, start: part.range.start, done: count.clone() })

@@ -241,9 +241,8 @@ impl Node {
         let key = FileKey { stripe: call.stripe, name: call.file };
         self.on_store(move |store| {
             let why = match store.open_file(key) {
-                // The index is a cache: removing what is not there corrects it.
                 Err(error) if error.kind() == Kind::NotFound => {
-                    store.remove(key)?;
+                    store.correct_index(key)?;
                     return Ok(true);
                 }
                 Ok(file) => match file.scrub().as_slice() {

@@ -177,6 +177,8 @@ impl Saving {
     async fn run(&self, shards: &[NewShard]) -> Result<Saved, ClientError> {
         let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
         let work = (0u32..).zip(shards).map(|(index, shard)| self.shard(index, count, shard));
+        // Collected, so that the future of a save can be sent to another thread.
+        let work: Vec<_> = work.collect();
         let done: Vec<()> =
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
@@ -262,15 +264,14 @@ impl Saving {
             generation: self.begun.generation,
             bytes: leaves.to_bytes()?,
         };
-        let mut puts = stream::iter(&root.ring)
-            .map(|member| {
-                let call = &call;
-                async move {
-                    let to = self.directory.address(member.node)?;
-                    Some(self.client.caller().call(&to, call).await)
-                }
-            })
-            .buffer_unordered(16);
+        let puts = root.ring.iter().map(|member| {
+            let call = &call;
+            async move {
+                let to = self.directory.address(member.node)?;
+                Some(self.client.caller().call(&to, call).await)
+            }
+        });
+        let mut puts = stream::iter(puts.collect::<Vec<_>>()).buffer_unordered(16);
         let (mut missed, mut last) = (0, None);
         while let Some(put) = puts.next().await {
             if let Some(Err(error)) = put {

@@ -1,5 +1,10 @@
 //! A cluster in one process: the node and client code over disks, maps and a network in memory.
+//!
+//! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
 #![allow(dead_code)] // each test binary uses its part
+
+pub mod look;
+pub mod raw;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,6 +53,16 @@ pub fn address(index: usize) -> String {
 impl World {
     /// `count` storage nodes, numbered from 1; node 0 hosts the catalogue and stores nothing.
     pub async fn start(count: usize, codes: &[(u8, u8)], block_bytes: u64) -> Self {
+        Self::with_memory(count, codes, block_bytes, 256 << 20).await
+    }
+
+    /// The same with daemons of `memory_bytes`.
+    pub async fn with_memory(
+        count: usize,
+        codes: &[(u8, u8)],
+        block_bytes: u64,
+        memory_bytes: u64,
+    ) -> Self {
         let machines = (0..=count).map(|index| Machine {
             name: format!("node{index:02}").parse().unwrap(),
             disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
@@ -59,7 +74,7 @@ impl World {
             machines: machines.collect(),
             nodes: BTreeMap::new(),
             block_bytes,
-            memory_bytes: 256 << 20,
+            memory_bytes,
             codes: codes.to_vec(),
             lease: Duration::from_secs(10),
             clients: std::cell::Cell::new(0),
@@ -132,14 +147,23 @@ impl World {
         self.numbered_client().0
     }
 
+    /// A client whose gateway is one of these nodes.
+    pub fn client_of(&self, gateways: &[usize]) -> Client {
+        self.new_client(gateways).0
+    }
+
     /// A client, and the number in its address `clientN:0`.
     pub fn numbered_client(&self) -> (Client, u32) {
+        self.new_client(&[0, 1, 2])
+    }
+
+    fn new_client(&self, gateways: &[usize]) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
         let transport =
             self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
-        let seeds = (0..3).map(address).collect();
+        let seeds = gateways.iter().copied().map(address).collect();
         let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
         (
             Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds),
@@ -185,6 +209,14 @@ pub async fn restore(
     let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
     let report = client.restore(&job(), Some(Step(step)), request, quiet()).await?;
     Ok((out, report))
+}
+
+/// Why a restore is refused.
+pub async fn restore_error(client: &Client, step: u64) -> rapidraid::client::ClientError {
+    match restore(client, step).await {
+        Ok((_, report)) => panic!("restored: {report:?}"),
+        Err(error) => error,
+    }
 }
 
 pub fn read_file(disk: &dyn Disk, path: &str) -> Vec<u8> {

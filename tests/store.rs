@@ -563,8 +563,20 @@ fn numbers_and_lists_follow_what_is_there() {
     }
 
     let totals = store.totals();
-    assert_eq!((totals.replica_files, totals.replica_bytes), (9, 900));
-    assert_eq!((totals.piece_files, totals.piece_bytes), (1, LEN as u64));
+    let files = |stripe| store.find(stripe).unwrap().into_iter().map(|info| info.file_bytes);
+    let all: u64 = store
+        .list_shards(None, 99)
+        .unwrap()
+        .into_iter()
+        .flat_map(|shard| store.list_stripes(shard, None, 999).unwrap())
+        .flat_map(files)
+        .sum();
+    assert_eq!((totals.replica_files, totals.piece_files), (9, 1));
+    assert_eq!(totals.replica_bytes + totals.piece_bytes, all);
+    assert!(
+        totals.replica_bytes > 900 && totals.piece_bytes > LEN as u64,
+        "tables and headers count"
+    );
     assert_eq!((totals.small_bytes, totals.quarantined), (16, 0));
     disk.create_new("shards/stranger").unwrap();
     disk.create_new(&format!("shards/{}/Stranger", STRIPE.shard)).unwrap();

@@ -1,8 +1,12 @@
 //! Keys, and typed reads and writes of the catalogue's records.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Catalogue, CatalogueError, SetOutcome};
+use crate::format::envelope::RecordKind;
 use crate::format::records::Record;
-use crate::id::{Job, SaveId, ShardId, Step};
+use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::wire::calls::ArchiveOptions;
 
 /// Prefix of the nodes' records.
 pub const NODES: &str = "n/";
@@ -16,8 +20,7 @@ pub fn checkpoint_key(job: &Job, step: Step) -> String {
 
 /// Job and step of a checkpoint's key.
 pub fn parse_checkpoint_key(key: &str) -> Option<(Job, Step)> {
-    let (job, step) = key.strip_prefix(CHECKPOINTS)?.rsplit_once('/')?;
-    Some((job.parse().ok()?, step.parse().ok()?))
+    parse_step(key.strip_prefix(CHECKPOINTS)?)
 }
 
 /// Prefix of the shard roots of a save.
@@ -33,6 +36,39 @@ pub fn root_key(save: SaveId, index: u32) -> String {
 /// Key of a shard's state.
 pub fn state_key(shard: ShardId) -> String {
     format!("t/{shard}")
+}
+
+/// Prefix of the archivings under way.
+pub const ARCHIVINGS: &str = "a/";
+
+/// Key of a step's archiving.
+pub fn archiving_key(job: &Job, step: Step) -> String {
+    format!("{ARCHIVINGS}{job}/{:020}", step.0)
+}
+
+/// Job and step of an archiving's key.
+pub fn parse_archiving_key(key: &str) -> Option<(Job, Step)> {
+    parse_step(key.strip_prefix(ARCHIVINGS)?)
+}
+
+fn parse_step(text: &str) -> Option<(Job, Step)> {
+    let (job, step) = text.rsplit_once('/')?;
+    Some((job.parse().ok()?, step.parse().ok()?))
+}
+
+/// An archiving that was asked for and has not ended: when its lease is over, any daemon goes on with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Archiving {
+    /// The coordinator's node.
+    pub node: NodeId,
+    /// Its lease; also that of the shards it owns.
+    pub lease: LeaseId,
+    /// What was asked for.
+    pub options: ArchiveOptions,
+}
+
+impl Record for Archiving {
+    const KIND: RecordKind = RecordKind::Archiving;
 }
 
 /// Opens a record.

@@ -3,8 +3,71 @@
 //! Commands return an [`Answer`](printer::Answer) or a [`Failure`](printer::Failure); the [`printer`] alone writes,
 //! so that `--json`, colours, hints and exit codes are decided in one place.
 
+pub mod args;
+mod codes;
+mod connect;
+mod demo;
+pub mod files;
+mod holdings;
+mod init;
+mod node;
 pub mod picture;
 pub mod printer;
 pub mod progress;
 pub mod sample;
+mod save;
+mod status;
+mod steps;
 pub mod table;
+mod trace;
+mod transfer;
+mod words;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::num::NonZero;
+
+use args::{Args, Cluster, Command};
+use printer::{Answer, Failure, Look, Printer};
+
+/// What every command is given: how to speak, and the environment to look things up in.
+pub struct Front {
+    /// Writes.
+    pub printer: Printer,
+    /// The variables of the process.
+    pub env: BTreeMap<String, String>,
+}
+
+/// How a command ends.
+pub type Outcome = Result<Box<dyn Answer + Send>, Failure>;
+
+/// The runtime of one process. The daemon's heavy work has threads of its own; these carry packets and messages.
+pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    let threads = std::thread::available_parallelism().map_or(2, NonZero::get).clamp(2, 8);
+    tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()
+}
+
+/// Runs the command, prints its outcome and returns the exit code.
+pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
+    let printer = Printer::of_process(Look::of_process(args.json, &env));
+    let mut front = Front { printer, env };
+    let outcome = command(&mut front, args.command).await;
+    front.printer.finish(outcome.as_deref())
+}
+
+async fn command(front: &mut Front, command: Command) -> Outcome {
+    match command {
+        Command::Demo(options) => demo::run(front, options).await,
+        Command::Cluster(Cluster::Init(options)) => init::run(&options),
+        Command::Node(options) => node::run(front, options).await,
+        Command::Save(options) => save::run(front, options).await,
+        Command::Archive(options) => transfer::archive(front, options).await,
+        Command::Restore(options) => transfer::restore(front, options).await,
+        Command::Verify(options) => transfer::verify(front, options).await,
+        Command::Ls(options) => steps::list(front, options).await,
+        Command::Show(options) => steps::show(front, options).await,
+        Command::Rm(options) => steps::remove(front, options).await,
+        Command::Status(options) => status::run(front, options).await,
+        Command::Code(code) => codes::run(front, code),
+    }
+}

@@ -322,7 +322,8 @@ impl Client {
             };
             (view.clone(), answer)
         });
-        let nodes = futures_util::future::join_all(asks).await;
+        let mut nodes = futures_util::future::join_all(asks).await;
+        nodes.sort_by(|(a, _), (b, _)| a.node.name.cmp(&b.node.name));
         let catalogue = hello.catalogue.map(|home| home.name);
         Ok(StatusReport { nodes, catalogue, epoch: hello.epoch })
     }

@@ -63,6 +63,8 @@ pub enum RecordKind {
     Epoch = 12,
     /// A shard's root and the hashes of its stripe records, on nodes.
     Leaves = 13,
+    /// An archiving under way, in the catalogue.
+    Archiving = 14,
 }
 
 impl fmt::Display for RecordKind {
@@ -81,6 +83,7 @@ impl fmt::Display for RecordKind {
             Self::Node => "node",
             Self::Epoch => "epoch",
             Self::Leaves => "leaves",
+            Self::Archiving => "archiving",
         })
     }
 }

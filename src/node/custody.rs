@@ -4,10 +4,15 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use tokio::sync::mpsc;
+
 use super::Node;
 use super::failure::failure;
 use super::gateway::renewal;
-use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
+use crate::catalogue::records::{
+    ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
+    parse_checkpoint_key, update,
+};
 use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
@@ -75,6 +80,9 @@ impl Node {
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;
+                    if let Err(error) = self.take_over().await {
+                        tracing::warn!(%error, "looking for archivings whose coordinator is gone");
+                    }
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -83,6 +91,28 @@ impl Node {
             }
             self.clock.sleep(renewal(self.settings.lease)).await;
         }
+    }
+
+    /// Goes on with archivings whose coordinator's lease is over. Several daemons may try; the compare-and-set lets one through.
+    async fn take_over(self: &Arc<Self>) -> Result<(), Failure> {
+        let catalogue = self.catalogue();
+        for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
+            let archiving: Archiving = parse(&key, &entry.value)?;
+            let Some((job, step)) = parse_archiving_key(&key) else { continue };
+            if catalogue.lease_touch(archiving.lease, false).await? {
+                continue;
+            }
+            let coordinator = self.coordinator();
+            self.spawn(|_| async move {
+                // Nobody watches this one: its events go nowhere.
+                let (events, _) = mpsc::channel(1);
+                match coordinator.archive(&job, step, archiving.options, &events).await {
+                    Ok(()) => tracing::info!(%job, %step, "archived after a take-over"),
+                    Err(error) => tracing::info!(%job, %step, %error, "a take-over did not finish"),
+                }
+            });
+        }
+        Ok(())
     }
 
     fn hosted(&self) -> Result<&dyn Catalogue, Failure> {

@@ -476,27 +476,25 @@ impl Node {
             }
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
-        let coordinator = self.coordinator();
+        let (coordinator, stop) = (self.coordinator(), self.stop.clone());
+        let stopping = || failure(Kind::Unavailable, "the daemon is stopping: another one goes on");
         let work = self.tasks.spawn(async move {
-            let result = coordinator.archive(&call.job, call.step, call.options, &events).await;
+            let archive = coordinator.archive(&call.job, call.step, call.options, &events);
+            let result = tokio::select! {
+                () = stop.cancelled() => Err(stopping()),
+                result = archive => result.map_err(Failure::from),
+            };
             if let Err(error) = &result {
                 tracing::warn!(job = %call.job, step = %call.step, %error, "archiving stopped");
             }
             result
-        });
-        let abort = self.stop.clone();
-        let handle = work.abort_handle();
-        self.spawn(|_| async move {
-            abort.cancelled().await;
-            handle.abort();
         });
         while let Some(event) = watched.recv().await {
             if !self.answer(&mut served, Ok(event)).await {
                 return;
             }
         }
-        let died = || failure(Kind::Unavailable, "the daemon is stopping: run archive again");
-        if let Err(error) = work.await.map_err(|_| died()).and_then(|done| Ok(done?)) {
+        if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
             let _ = self.answer::<ArchiveEvent>(&mut served, Err(error)).await;
         }
         let _ = served.send.finish().await;

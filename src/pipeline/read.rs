@@ -213,7 +213,7 @@ async fn inspect_all(
             Err(error) => {
                 if silent.insert(node) {
                     drop(silent);
-                    reading.note(format!("node {} is left out: {error}", to.name));
+                    reading.note(format!("{} is left out: {error}", to.name));
                 }
                 None
             }
@@ -238,7 +238,9 @@ impl StripeReader {
         nodes.extend(receipt.iter().flat_map(|receipt| &receipt.pieces).map(|piece| piece.node));
         let known: BTreeSet<NodeId> = {
             let silent = reading.silent.lock().unwrap_or_else(PoisonError::into_inner);
-            nodes.iter().copied().filter(|node| !silent.contains(node)).collect()
+            let answers =
+                |node: &NodeId| !silent.contains(node) && reading.directory.is_live(*node);
+            nodes.iter().copied().filter(answers).collect()
         };
         let stripe = info.fixed.stripe;
         let mut held = inspect_all(&reading, stripe, &known, INSPECT_LIMIT).await;
@@ -459,10 +461,8 @@ impl StripeReader {
     fn left_out(&self, holding: &Holding, reason: &str) {
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
-        self.reading.note(format!(
-            "{} of stripe {stripe} on node {name} is left out: {reason}",
-            holding.file
-        ));
+        self.reading
+            .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
         if let Some(to) = self.reading.directory.address(holding.node) {
             // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
             let (caller, file) = (self.reading.caller.clone(), holding.file);

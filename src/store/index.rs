@@ -68,11 +68,11 @@ struct Entry {
 pub struct Totals {
     /// Replica files.
     pub replica_files: u64,
-    /// Their data, without hash tables and headers.
+    /// Their bytes, with hash tables and headers.
     pub replica_bytes: u64,
     /// Piece files.
     pub piece_files: u64,
-    /// Their data, without hash tables and headers.
+    /// Their bytes, with hash tables and headers.
     pub piece_bytes: u64,
     /// Small records of shards and stripes.
     pub small_bytes: u64,
@@ -91,13 +91,13 @@ impl Totals {
     fn add(&mut self, info: &FileInfo) {
         let (files, bytes) = self.slot(&info.content);
         *files = files.saturating_add(1);
-        *bytes = bytes.saturating_add(info.len_bytes);
+        *bytes = bytes.saturating_add(info.file_bytes);
     }
 
     fn subtract(&mut self, info: &FileInfo) {
         let (files, bytes) = self.slot(&info.content);
         *files = files.saturating_sub(1);
-        *bytes = bytes.saturating_sub(info.len_bytes);
+        *bytes = bytes.saturating_sub(info.file_bytes);
     }
 }
 

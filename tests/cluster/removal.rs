@@ -49,7 +49,7 @@ async fn rm_leaves_nothing_but_tombstones_and_touches_nothing_else() {
 #[tokio::test(start_paused = true)]
 async fn a_node_that_was_away_removes_when_it_is_back() {
     let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
-    let client = world.client_of(&[0]);
+    let client = world.client_of(0);
     let bytes = content(700_000, 1);
     save(&client, 1, &[("weights", &bytes)]).await;
     let save_id = client.list(None).await.unwrap()[0].saved.save;
@@ -72,7 +72,7 @@ async fn a_node_that_was_away_removes_when_it_is_back() {
 #[tokio::test(start_paused = true)]
 async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
     let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
-    let client = world.client_of(&[0]);
+    let client = world.client_of(0);
     save(&client, 1, &[("weights", &content(700_000, 1))]).await;
     world.kill(2).await;
     world.kill(3).await;
@@ -92,7 +92,7 @@ async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
 #[tokio::test(start_paused = true)]
 async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
     let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
-    let client = world.client_of(&[0]);
+    let client = world.client_of(0);
     // Decided with a ring of strangers: its marks find no node.
     let voice = world.voice(Role::Client, "odd");
     let gateway = world.node_address(1);

@@ -124,7 +124,7 @@ async fn a_committed_step_is_not_saved_again_unless_it_is_to_be_replaced() {
 #[tokio::test(start_paused = true)]
 async fn of_two_saves_of_a_step_one_wins_and_the_other_is_told() {
     let world = World::start(4, &[(4, 2)], 64 << 10).await;
-    let clients = [world.client_of(&[1]), world.client_of(&[2])];
+    let clients = [world.client_of(1), world.client_of(2)];
     for step in 0..12 {
         let contents = [content(300_000, 2 * step), content(300_001, 2 * step + 1)];
         let (a, b) = tokio::join!(
@@ -217,7 +217,7 @@ async fn a_save_that_nobody_follows_is_collected_and_its_late_writes_are_refused
 async fn a_holder_that_dies_in_mid_save_is_replaced_by_a_spare() {
     for victim in [1, 3, 5] {
         let mut world = World::start(5, &[(4, 2)], 64 << 10).await;
-        let client = world.client_of(&[0]);
+        let client = world.client_of(0);
         let bytes = content(900_000, 1);
         let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
         world.kill(victim).await;
@@ -240,7 +240,7 @@ async fn assert_restores_without_incident_of_others(client: &Client, bytes: &Byt
 #[tokio::test(start_paused = true)]
 async fn without_a_spare_the_save_begins_anew_with_a_smaller_code() {
     let mut world = World::start(6, &[(6, 4), (4, 2)], 64 << 10).await;
-    let client = world.client_of(&[0]);
+    let client = world.client_of(0);
     let bytes = content(900_000, 1);
     let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
     world.kill(4).await;

@@ -46,10 +46,10 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
     // After so many events (a beginning, then two a stripe), and so many turns of the scheduler, the coordinator dies.
     for point in 0..24u64 {
         let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-        let client = world.client_of(&[0]);
+        let client = world.client_of(0);
         save(&client, 1, &[("weights", &content(LEN, point))]).await;
         let coordinator = 3;
-        let (mut told, task) = archiving(world.client_of(&[coordinator]));
+        let (mut told, task) = archiving(world.client_of(coordinator));
         for _ in 0..=point / 3 {
             told.recv().await.unwrap();
         }
@@ -62,7 +62,7 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
         assert!(held.archived < STRIPES, "{point}: nothing was left to take over");
         assert_exact(&client, point).await;
 
-        let other = world.client_of(&[4]);
+        let other = world.client_of(4);
         let error = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
         assert_eq!(error.kind(), Kind::Exists, "{error}");
         assert!(error.to_string().contains("node03"), "{error}");
@@ -88,9 +88,9 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
 async fn a_node_that_dies_in_mid_archiving_costs_nothing() {
     for (point, victim) in [(0, 1), (1, 2), (2, 4), (4, 5), (7, 6)] {
         let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-        let client = world.client_of(&[0]);
+        let client = world.client_of(0);
         save(&client, 1, &[("weights", &content(LEN, point))]).await;
-        let (mut told, task) = archiving(world.client_of(&[3]));
+        let (mut told, task) = archiving(world.client_of(3));
         for _ in 0..=point {
             told.recv().await.unwrap();
         }
@@ -119,9 +119,9 @@ async fn a_second_archiving_is_told_who_is_at_it() {
     let world = World::start(4, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let (mut told, task) = archiving(world.client_of(&[2]));
+    let (mut told, task) = archiving(world.client_of(2));
     told.recv().await.unwrap();
-    let second = world.client_of(&[3]);
+    let second = world.client_of(3);
     let error = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
     assert_eq!(error.kind(), Kind::Exists, "{error}");
     assert!(error.to_string().contains("node02"), "{error}");
@@ -140,7 +140,7 @@ async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
         let world = World::start(4, &[(4, 2)], BLOCK).await;
         let client = world.client();
         save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-        let (mut told, task) = archiving(world.client_of(&[2]));
+        let (mut told, task) = archiving(world.client_of(2));
         for _ in 0..=point {
             told.recv().await.unwrap();
         }
@@ -158,7 +158,7 @@ async fn the_watcher_may_go() {
     let world = World::start(4, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let (mut told, task) = archiving(world.client_of(&[2]));
+    let (mut told, task) = archiving(world.client_of(2));
     told.recv().await.unwrap();
     task.abort();
     let _ = task.await;

@@ -147,23 +147,22 @@ impl World {
         self.numbered_client().0
     }
 
-    /// A client whose gateway is one of these nodes.
-    pub fn client_of(&self, gateways: &[usize]) -> Client {
-        self.new_client(gateways).0
+    /// A client whose only seed is node `index`.
+    pub fn client_of(&self, index: usize) -> Client {
+        self.connect(vec![address(index)]).0
     }
 
     /// A client, and the number in its address `clientN:0`.
     pub fn numbered_client(&self) -> (Client, u32) {
-        self.new_client(&[0, 1, 2])
+        self.connect((0..3).map(address).collect())
     }
 
-    fn new_client(&self, gateways: &[usize]) -> (Client, u32) {
+    fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
         let transport =
             self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
-        let seeds = gateways.iter().copied().map(address).collect();
         let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
         (
             Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds),

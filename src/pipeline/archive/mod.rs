@@ -16,14 +16,17 @@ use std::sync::Arc;
 use futures_util::StreamExt;
 use futures_util::stream;
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use super::records::RecordsError;
-use crate::catalogue::records::{checkpoint_key, parse, read, roots_prefix};
+use crate::catalogue::records::{
+    Archiving, Written, archiving_key, checkpoint_key, parse, read, roots_prefix, write,
+};
 use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Checkpoint, ShardRoot, StripeState};
-use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, Step, StripeId};
+use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step, StripeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, Caller};
 use crate::plan::check::PlanError;
@@ -49,13 +52,11 @@ pub enum ArchiveError {
         /// The step.
         step: Step,
     },
-    /// Another coordinator has the shard.
-    #[error(
-        "shard {shard} is being archived by node {owner}: wait for it, or for its lease to end"
-    )]
+    /// Another coordinator has it.
+    #[error("{what} is being archived by {owner}: wait for it, or for its lease to end")]
     Owned {
-        /// The shard's name.
-        shard: String,
+        /// The step or shard.
+        what: String,
         /// The owner.
         owner: String,
     },
@@ -177,6 +178,34 @@ pub struct Coordinator {
     pub entropy: Arc<dyn Entropy>,
 }
 
+/// A coordinator's lease, kept until this is dropped or the lease is lost.
+struct Tenure {
+    lease: LeaseId,
+    keeper: JoinHandle<()>,
+}
+
+impl Tenure {
+    async fn begin(coordinator: &Coordinator) -> Result<Self, CatalogueError> {
+        let (lease, period) = coordinator.catalogue.lease_grant().await?;
+        let (catalogue, clock) = (coordinator.catalogue.clone(), coordinator.clock.clone());
+        let keeper = tokio::spawn(async move {
+            loop {
+                clock.sleep(period / 3).await;
+                if let Ok(false) = catalogue.lease_touch(lease, true).await {
+                    return;
+                }
+            }
+        });
+        Ok(Self { lease, keeper })
+    }
+}
+
+impl Drop for Tenure {
+    fn drop(&mut self) {
+        self.keeper.abort();
+    }
+}
+
 /// What an archiving has to say while it runs. Lost when nobody listens; the work goes on.
 pub type Events = mpsc::Sender<ArchiveEvent>;
 
@@ -205,12 +234,71 @@ impl Coordinator {
     }
 
     /// Archives all stripes of a committed step that are not archived yet, and finishes drops that were left.
+    ///
+    /// The wish is recorded in the catalogue before anything is done, so that another daemon goes on with it when this one vanishes.
     pub async fn archive(
         &self,
         job: &Job,
         step: Step,
         options: ArchiveOptions,
         events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let tenure = Tenure::begin(self).await?;
+        self.claim(job, step, options, &tenure).await?;
+        let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
+        let waits = result.as_ref().is_err_and(|error| error.kind().is_transient());
+        if !waits {
+            self.unclaim(job, step, &tenure).await?;
+            self.catalogue.lease_revoke(tenure.lease).await?;
+        }
+        // What waits for a node keeps its record: its lease ends by itself, and somebody tries again then.
+        result
+    }
+
+    /// Records the archiving, or takes over one whose coordinator is gone.
+    async fn claim(
+        &self,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+        tenure: &Tenure,
+    ) -> Result<(), ArchiveError> {
+        let key = archiving_key(job, step);
+        let ours = Archiving { node: self.me, lease: tenure.lease, options };
+        let mut current = read::<Archiving>(&*self.catalogue, &key).await?;
+        loop {
+            if let Some((other, _)) = &current
+                && self.catalogue.lease_touch(other.lease, false).await?
+            {
+                let owner = self.directory().await?.name(other.node);
+                return Err(ArchiveError::Owned { what: format!("{job}/{step}"), owner });
+            }
+            let revision = current.map(|(_, revision)| revision);
+            match write(&*self.catalogue, &key, revision, &ours).await? {
+                Written::Set(_) => return Ok(()),
+                Written::Other(other) => current = other,
+            }
+        }
+    }
+
+    async fn unclaim(&self, job: &Job, step: Step, tenure: &Tenure) -> Result<(), ArchiveError> {
+        let key = archiving_key(job, step);
+        if let Some((claim, revision)) = read::<Archiving>(&*self.catalogue, &key).await?
+            && claim.lease == tenure.lease
+        {
+            // Somebody who took over meanwhile keeps it.
+            self.catalogue.set(&key, Some(revision), None).await?;
+        }
+        Ok(())
+    }
+
+    async fn archive_claimed(
+        &self,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+        events: &Events,
+        lease: LeaseId,
     ) -> Result<(), ArchiveError> {
         let not_found = || ArchiveError::NotFound { job: job.clone(), step };
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
@@ -223,11 +311,8 @@ impl Coordinator {
         let mut shards = Vec::with_capacity(roots.len());
         let mut jobs = Vec::new();
         let mut total_bytes = 0;
-        for root in roots {
-            if root.len_bytes == 0 {
-                continue;
-            }
-            let shard = Arc::new(OwnedShard::take(self, root, options).await?);
+        for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
+            let shard = Arc::new(OwnedShard::take(self, root, options, lease).await?);
             for index in shard.unfinished().await {
                 total_bytes += shard.stripe_bytes(index);
                 jobs.push((shard.clone(), index));

@@ -1,10 +1,8 @@
-//! A shard that this coordinator owns: taken by compare-and-set, kept by a lease, changed only through here.
+//! A shard that this coordinator owns: taken by compare-and-set under its lease, changed only through here.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::{Mutex, OnceCell};
-use tokio::task::JoinHandle;
 
 use super::{ArchiveError, Coordinator};
 use crate::catalogue::records::{Written, read, state_key, write};
@@ -25,29 +23,8 @@ pub(super) struct OwnedShard {
     /// The owner's generation: what orders carry.
     pub generation: Generation,
     geometry: Geometry,
-    lease: LeaseId,
     state: Mutex<(ShardState, u64)>,
     leaves: OnceCell<Leaves>,
-    keeper: JoinHandle<()>,
-}
-
-impl Drop for OwnedShard {
-    fn drop(&mut self) {
-        self.keeper.abort();
-    }
-}
-
-/// Keeps a lease until the task is ended or the lease is lost.
-fn keep(coordinator: &Coordinator, lease: LeaseId, period: Duration) -> JoinHandle<()> {
-    let (catalogue, clock) = (coordinator.catalogue.clone(), coordinator.clock.clone());
-    tokio::spawn(async move {
-        loop {
-            clock.sleep(period / 3).await;
-            if let Ok(false) = catalogue.lease_touch(lease, true).await {
-                return;
-            }
-        }
-    })
 }
 
 fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
@@ -67,12 +44,12 @@ impl OwnedShard {
         coordinator: &Coordinator,
         root: ShardRoot,
         options: ArchiveOptions,
+        lease: LeaseId,
     ) -> Result<Self, ArchiveError> {
         let catalogue = &*coordinator.catalogue;
         let fenced = || ArchiveError::Fenced { shard: root.name.to_string() };
         let geometry = root.geometry().map_err(|error| ArchiveError::Format(error.to_string()))?;
         let code = code_for(&root, options.plan)?;
-        let (lease, period) = catalogue.lease_grant().await?;
         let key = state_key(root.shard);
         let fresh = Attempt(coordinator.entropy.id());
         let mut current = read::<ShardState>(catalogue, &key).await?;
@@ -88,7 +65,8 @@ impl OwnedShard {
             {
                 let directory = coordinator.directory().await?;
                 let owner = directory.name(owner.node);
-                return Err(ArchiveError::Owned { shard: root.name.to_string(), owner });
+                let what = format!("shard {}", root.name);
+                return Err(ArchiveError::Owned { what, owner });
             }
             let generation = coordinator.next_generation(state.generation);
             state.generation = generation;
@@ -108,18 +86,8 @@ impl OwnedShard {
             });
             match write(catalogue, &key, Some(revision), &state).await? {
                 Written::Set(revision) => {
-                    let keeper = keep(coordinator, lease, period);
                     let (state, leaves) = (Mutex::new((state, revision)), OnceCell::new());
-                    return Ok(Self {
-                        root,
-                        code,
-                        generation,
-                        geometry,
-                        lease,
-                        state,
-                        leaves,
-                        keeper,
-                    });
+                    return Ok(Self { root, code, generation, geometry, state, leaves });
                 }
                 Written::Other(other) => current = other,
             }
@@ -203,9 +171,8 @@ impl OwnedShard {
         let mut next = state.0.clone();
         next.owner = None;
         match self.write(coordinator, &mut state, next).await {
-            Ok(()) => coordinator.catalogue.lease_revoke(self.lease).await.map_err(Into::into),
             Err(ArchiveError::Fenced { .. }) => Ok(()),
-            Err(error) => Err(error),
+            result => result,
         }
     }
 }

@@ -1,0 +1,130 @@
+//! What the demo plays on: folder, input, cluster, client.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::daemons::free_ports;
+use crate::cli::args::{Connect, Demo};
+use crate::cli::init::{self, NewCluster};
+use crate::cli::printer::Failure;
+use crate::cli::sample::write_sample;
+use crate::cli::status::stored_bytes;
+use crate::cli::words::{NewNode, Setting, WordError};
+use crate::cli::{connect, files};
+use crate::client::Client;
+use crate::clock::{Clock, SystemClock};
+use crate::kind::Kind;
+use crate::units::ByteCount;
+
+/// The nodes: as many as the headline code (16,11) has pieces.
+pub const NODES: usize = 16;
+/// Memory of one daemon; sixteen of them fit into a laptop.
+const MEMORY: &str = "memory=64MiB";
+/// What the disk has to hold of each byte: input, two replicas, pieces before the replicas go, the restored file, and some room.
+const SPACE_FACTOR: u64 = 6;
+/// How long the nodes may take to find each other.
+const LIVE_LIMIT: Duration = Duration::from_secs(30);
+const POLL: Duration = Duration::from_millis(50);
+
+/// A new folder, removed with the value, on a disk with enough room.
+pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
+    let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+    files::make_folder(&parent)?;
+    let made = tempfile::Builder::new().prefix("rapidraid-demo-").tempdir_in(&parent);
+    let folder = made.map_err(|error| files::io_failure("create a folder in", &parent, &error))?;
+    let input_bytes = match &options.input {
+        Some(path) => files::length(path)?,
+        None => options.size.0,
+    };
+    let needed = input_bytes.saturating_mul(SPACE_FACTOR);
+    let free = files::free_bytes(&parent)?;
+    if needed > free {
+        let (place, needed, free) = (parent.display(), ByteCount(needed), ByteCount(free));
+        let message = format!("the demo needs {needed} in {place}, where {free} are free");
+        return Err(Failure::new(Kind::Busy, message)
+            .with_hint("name another disk with --dir, or a smaller --size"));
+    }
+    Ok(folder)
+}
+
+/// The file to save, and what to say about it.
+pub async fn input(options: &Demo, folder: &Path) -> Result<(PathBuf, String), Failure> {
+    if let Some(path) = &options.input {
+        if !files::kind_of(path)?.is_file() || files::length(path)? == 0 {
+            let message = format!("{} is not a file with something in it", path.display());
+            return Err(
+                Failure::new(Kind::Invalid, message).with_hint("name a file of some megabytes")
+            );
+        }
+        let about = format!("{} as checkpoint demo/1, straight to the nodes", path.display());
+        return Ok((path.clone(), about));
+    }
+    let path = folder.join("model.safetensors");
+    let mut file = files::create_new(&path)?;
+    let (target_bytes, seed) = (options.size.0, options.seed);
+    let written = blocking(move || write_sample(&mut file, target_bytes, seed)).await?;
+    let info = written.map_err(|error| files::io_failure("write", &path, &error))?;
+    let about = format!(
+        "a made-up model of {:.1} million parameters with its Adam state, as checkpoint demo/1",
+        info.parameters as f64 / 1e6
+    );
+    Ok((path, about))
+}
+
+/// The files of a cluster on free ports.
+pub fn cluster(folder: &Path) -> Result<NewCluster, Failure> {
+    let wrong = |error: WordError| Failure::of(Kind::Internal, &error);
+    let node = |(at, port): (usize, &u16)| -> Result<NewNode, Failure> {
+        format!("node-{:02}=127.0.0.1:{port}", at + 1).parse().map_err(wrong)
+    };
+    let nodes: Vec<NewNode> =
+        free_ports(NODES)?.iter().enumerate().map(node).collect::<Result<_, _>>()?;
+    let memory: Setting = MEMORY.parse().map_err(wrong)?;
+    init::create(&folder.join("cluster"), &nodes, &[memory])
+}
+
+/// A client as any other: from its configuration.
+pub async fn client(cluster: &NewCluster) -> Result<Client, Failure> {
+    let connect = Connect { config: Some(cluster.client_config()), set: Vec::new() };
+    // The variables of this process are for other clusters.
+    connect::client(&connect, &std::collections::BTreeMap::new()).await
+}
+
+/// Returns when all nodes are live.
+pub async fn all_live(client: &Client) -> Result<(), Failure> {
+    let clock = SystemClock::new();
+    loop {
+        let status = connect::ask(client.status()).await?;
+        let live = status.nodes.iter().filter(|(view, _)| view.live).count();
+        if live >= NODES {
+            return Ok(());
+        }
+        if clock.now() > LIVE_LIMIT {
+            let limit = LIVE_LIMIT.as_secs();
+            let message = format!("only {live} of {NODES} nodes are live after {limit} s");
+            return Err(Failure::new(Kind::Timeout, message)
+                .with_hint("is the machine very busy? run the demo again"));
+        }
+        clock.sleep(POLL).await;
+    }
+}
+
+/// Bytes of blocks and pieces on all nodes, as they say themselves.
+pub async fn stored(client: &Client) -> Result<u64, Failure> {
+    Ok(stored_bytes(&connect::ask(client.status()).await?))
+}
+
+/// BLAKE3 of a file.
+pub async fn hash(path: PathBuf) -> Result<blake3::Hash, Failure> {
+    blocking(move || files::hash(&path)).await?
+}
+
+/// Runs what blocks beside the runtime, so that Ctrl-C is heard meanwhile.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|error| Failure::new(Kind::Internal, format!("a task of the demo died: {error}")))
+}

@@ -1,0 +1,166 @@
+//! The states of a shard's stripes, and which node holds what of one: from the shard's records alone, without
+//! asking the nodes.
+
+use super::picture::Holding;
+use crate::code::{Layout, table};
+use crate::format::records::{ShardRoot, ShardState, StripeState};
+use crate::id::NodeId;
+use crate::placement::place;
+use crate::wire::calls::NodeView;
+
+/// How many stripes of a shard are in which state.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct States {
+    /// Two replicas of each block.
+    pub replicated: u64,
+    /// Being archived.
+    pub archiving: u64,
+    /// Coded pieces.
+    pub archived: u64,
+    /// Of the archived ones, those that may still have replicas.
+    pub undropped: u64,
+}
+
+impl States {
+    /// Counts them.
+    pub fn of(state: &ShardState) -> Self {
+        let mut states = Self::default();
+        for run in &state.runs {
+            let count = u64::from(run.count);
+            match run.state {
+                StripeState::Replicated => states.replicated += count,
+                StripeState::Archiving { .. } => states.archiving += count,
+                StripeState::Archived { dropped, .. } => {
+                    states.archived += count;
+                    states.undropped += if dropped { 0 } else { count };
+                }
+            }
+        }
+        states
+    }
+
+    /// The same in words.
+    pub fn words(self) -> String {
+        let parts = [
+            (self.replicated, "replicated"),
+            (self.archiving, "archiving"),
+            (self.archived, "archived"),
+            (self.undropped, "of them with replicas still to drop"),
+        ];
+        let words: Vec<String> = parts
+            .iter()
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, what)| format!("{count} {what}"))
+            .collect();
+        if words.is_empty() { "empty".to_owned() } else { words.join(", ") }
+    }
+}
+
+/// What each node of `nodes` holds of one stripe, by the rule of placement. Where a node was down at the time of
+/// the save, its share is on another one; the stripe's record knows.
+pub fn holdings(
+    root: &ShardRoot,
+    state: &ShardState,
+    stripe: u32,
+    nodes: &[NodeView],
+) -> Vec<Holding> {
+    let (n, k) = (usize::from(root.n), usize::from(root.k));
+    let places = place(&root.ring, n, k, stripe).unwrap_or_default();
+    let archived = match state.stripe(stripe) {
+        Some(StripeState::Archived { code, dropped: true, .. }) => table::by_id(code),
+        _ => None,
+    };
+    let lengths = root.geometry().ok().and_then(|geometry| geometry.stripe(stripe));
+    let layout = Layout::new(n, k).ok();
+    let holding = |view: &NodeView| {
+        let id = NodeId::of(&view.node.name);
+        let position = places.iter().position(|place| *place == id);
+        let mut replicas = Vec::new();
+        let mut piece = None;
+        if let (Some(position), Some(layout)) = (position, layout) {
+            match &archived {
+                Some(code) => {
+                    piece = code.piece_at_position(position).map(|piece| format!("c{}", piece + 1))
+                }
+                None => {
+                    // A block wholly past the shard's end has no file.
+                    let real = |block: &usize| {
+                        let block = u8::try_from(*block).unwrap_or(u8::MAX);
+                        lengths.as_ref().is_some_and(|cut| cut.block_len(block) > 0)
+                    };
+                    replicas = layout
+                        .blocks_at(position)
+                        .filter(real)
+                        .map(|block| format!("o{}", block + 1))
+                        .collect();
+                }
+            }
+        }
+        Holding { node: view.node.name.to_string(), replicas, piece, dead: !view.live }
+    };
+    nodes.iter().filter(|view| view.node.storage).map(holding).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::records::{Node, RingNode};
+    use crate::id::{Attempt, Generation, Job, SaveId, ShardId, Step};
+
+    fn view(name: &str) -> NodeView {
+        let node = Node {
+            name: name.parse().unwrap(),
+            address: "h:1".into(),
+            zone: String::new(),
+            rack: String::new(),
+            storage: true,
+        };
+        NodeView { node, live: name != "d" }
+    }
+
+    #[test]
+    fn the_map_shows_what_a_stripe_has_in_each_state() {
+        let nodes: Vec<NodeView> = ["a", "b", "c", "d", "e", "f"].map(view).into();
+        let ring =
+            nodes.iter().map(|view| RingNode { node: NodeId::of(&view.node.name), domain: 0 });
+        let root = ShardRoot {
+            job: "j".parse::<Job>().unwrap(),
+            step: Step(1),
+            save: SaveId([0; 12]),
+            index: 0,
+            shards: 1,
+            shard: ShardId([0; 16]),
+            name: "x".parse().unwrap(),
+            len_bytes: 4 << 16,
+            block_bytes: 1 << 16,
+            n: 6,
+            k: 4,
+            layout: 1,
+            field: 1,
+            fingerprint_key: [0; 32],
+            ring: ring.collect(),
+            stripes_root: [0; 32],
+        };
+        let mut state = ShardState::fresh(Generation::default(), 1);
+        let held = holdings(&root, &state, 0, &nodes);
+        let replicas: Vec<String> = held.iter().map(|h| h.replicas.join(" ")).collect();
+        assert_eq!(replicas, ["o1", "o2", "o1 o3", "o2 o4", "o3", "o4"]);
+        assert!(held[3].dead && held.iter().all(|h| h.piece.is_none()));
+
+        let code = table::find(6, 4).unwrap().id();
+        let archived = |dropped| StripeState::Archived {
+            attempt: Attempt([1; 16]),
+            code,
+            generation: Generation::default(),
+            dropped,
+        };
+        assert!(state.set(0, archived(false)));
+        assert_eq!(States::of(&state).words(), "1 archived, 1 of them with replicas still to drop");
+        assert!(state.set(0, archived(true)));
+        assert_eq!(States::of(&state).words(), "1 archived");
+        let mut pieces: Vec<String> =
+            holdings(&root, &state, 0, &nodes).into_iter().filter_map(|h| h.piece).collect();
+        pieces.sort();
+        assert_eq!(pieces, ["c1", "c2", "c3", "c4", "c5", "c6"]);
+    }
+}

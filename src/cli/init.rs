@@ -1,0 +1,352 @@
+//! `cluster init`: the files of a new cluster, complete folders that are copied to their machines.
+//!
+//! It promises that every configuration was read back by the code that will read it, that keys are 0600, that nothing
+//! existing is touched, and that a failure leaves nothing behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::net::{IpAddr, Ipv6Addr};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::args::Init;
+use super::files::{self, PUBLIC, SECRET};
+use super::printer::{Answer, Failure};
+use super::table::{Paint, Tint};
+use super::words::{NewNode, Setting};
+use super::{Outcome, connect};
+use crate::config::{ClientConfig, FILE_NAME, HostPort, NODE_SETTINGS, NodeConfig, Sources};
+use crate::entropy::{Entropy, SystemEntropy};
+use crate::id::{ClusterId, PeerName};
+use crate::kind::Kind;
+use crate::net::Role;
+use crate::net::identity::Authority;
+
+/// The name in the client's certificate.
+const CLIENT: &str = "client";
+/// Seeds in each configuration: enough that one may be down, few enough to read.
+const SEEDS: usize = 3;
+/// What `--set` may not set, because it differs from node to node or follows from `--node`.
+const OWN: &[&str] = &[
+    "cluster",
+    "name",
+    "listen",
+    "advertise",
+    "zone",
+    "rack",
+    "data_dir",
+    "certificate",
+    "key",
+    "ca",
+    "seeds",
+    "catalogue.serve",
+];
+
+/// A cluster that was made.
+pub struct NewCluster {
+    /// Where.
+    pub dir: PathBuf,
+    /// Its id.
+    pub cluster: ClusterId,
+    /// Its nodes, the catalogue's first.
+    pub nodes: Vec<NewNode>,
+}
+
+impl NewCluster {
+    /// The configuration of a node.
+    pub fn node_config(&self, node: &PeerName) -> PathBuf {
+        self.dir.join("nodes").join(node.as_str()).join(FILE_NAME)
+    }
+
+    /// The configuration of the client.
+    pub fn client_config(&self) -> PathBuf {
+        self.dir.join("client").join(FILE_NAME)
+    }
+}
+
+/// The command.
+pub fn run(options: &Init) -> Outcome {
+    Ok(Box::new(create(&options.dir, &options.nodes, &options.set)?))
+}
+
+/// Makes the files.
+pub fn create(dir: &Path, nodes: &[NewNode], set: &[Setting]) -> Result<NewCluster, Failure> {
+    check(nodes, set)?;
+    if !files::is_free(dir)? {
+        let message = format!("{} exists and is not an empty folder", dir.display());
+        return Err(Failure::new(Kind::Exists, message)
+            .with_hint("choose another folder: files of a cluster are never written over"));
+    }
+    let cluster = NewCluster {
+        dir: dir.to_owned(),
+        cluster: ClusterId(SystemEntropy.id()),
+        nodes: nodes.to_vec(),
+    };
+    write(&cluster, set).inspect_err(|_| {
+        for part in ["ca", "nodes", "client"] {
+            files::remove_folder(&dir.join(part));
+        }
+    })?;
+    Ok(cluster)
+}
+
+fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
+    let twice = |what: &str, value: &str| {
+        Failure::new(Kind::Invalid, format!("two nodes have the {what} {value}"))
+            .with_hint("every --node needs a name and an address of its own")
+    };
+    let (mut names, mut addresses) = (BTreeSet::new(), BTreeSet::new());
+    for node in nodes {
+        if !names.insert(&node.name) {
+            return Err(twice("name", node.name.as_str()));
+        }
+        if !addresses.insert(&node.address) {
+            return Err(twice("address", node.address.as_str()));
+        }
+    }
+    for Setting { key, .. } in set {
+        let why = if OWN.contains(&key.as_str()) {
+            "which `cluster init` writes itself"
+        } else if !NODE_SETTINGS.contains(&key.as_str()) {
+            "which a node does not have"
+        } else {
+            continue;
+        };
+        let failure = Failure::new(Kind::Invalid, format!("--set names `{key}`, {why}"));
+        return Err(failure.with_hint("docs/configuration.md has every setting"));
+    }
+    Ok(())
+}
+
+fn write(cluster: &NewCluster, set: &[Setting]) -> Result<(), Failure> {
+    let denied = |error: crate::net::identity::IdentityError| Failure::of(error.kind(), &error);
+    let authority = Authority::create(cluster.cluster).map_err(denied)?;
+    let ca = cluster.dir.join("ca");
+    let pem = authority.to_pem();
+    files::make_private_folder(&ca)?;
+    files::write_new(&ca.join("key.pem"), &pem.key_pem, SECRET)?;
+    files::write_new(&ca.join("ca.pem"), &pem.cert_pem, PUBLIC)?;
+
+    let member = |folder: &Path, role, name: &PeerName, text: &str| {
+        let issued = authority.issue(role, name).map_err(denied)?;
+        files::make_private_folder(folder)?;
+        files::write_new(&folder.join("key.pem"), &issued.key_pem, SECRET)?;
+        files::write_new(&folder.join("certificate.pem"), &issued.cert_pem, PUBLIC)?;
+        files::write_new(&folder.join("ca.pem"), authority.cert_pem(), PUBLIC)?;
+        files::write_new(&folder.join(FILE_NAME), text, PUBLIC)
+    };
+    let nothing = BTreeMap::new();
+    for (at, node) in cluster.nodes.iter().enumerate() {
+        let text = node_text(cluster, at, set);
+        let file = cluster.node_config(&node.name);
+        let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
+        NodeConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
+        member(&cluster.dir.join("nodes").join(node.name.as_str()), Role::Node, &node.name, &text)?;
+    }
+    let name =
+        CLIENT.parse().map_err(|_| Failure::new(Kind::Internal, "the client has no name"))?;
+    let (text, file) = (client_text(cluster), cluster.client_config());
+    let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
+    ClientConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
+    member(&cluster.dir.join("client"), Role::Client, &name, &text)
+}
+
+/// The seeds of the node in place `skip`: the first few others, so that it does not ask itself.
+fn seeds(cluster: &NewCluster, skip: Option<usize>) -> String {
+    let others = cluster.nodes.iter().enumerate().filter(|(at, _)| Some(*at) != skip);
+    let all: Vec<String> =
+        others.take(SEEDS).map(|(_, node)| quoted(node.address.as_str())).collect();
+    format!("[{}]", all.join(", "))
+}
+
+fn node_text(cluster: &NewCluster, at: usize, set: &[Setting]) -> String {
+    let mut out =
+        String::from("# A node of a rapidraid cluster. docs/configuration.md has every setting.\n");
+    let mut line = |key: &str, value: &str| {
+        // Writing to a string does not fail.
+        let _ = writeln!(out, "{key} = {value}");
+    };
+    let Some(node) = cluster.nodes.get(at) else { return out };
+    line("cluster", &quoted(&cluster.cluster.to_string()));
+    line("name", &quoted(node.name.as_str()));
+    line("listen", &quoted(&listen(&node.address)));
+    line("advertise", &quoted(node.address.as_str()));
+    if let Some((zone, rack)) = &node.domain {
+        line("zone", &quoted(zone.as_str()));
+        line("rack", &quoted(rack.as_str()));
+    }
+    line("seeds", &seeds(cluster, Some(at)));
+    let (top, sections): (Vec<&Setting>, Vec<&Setting>) =
+        set.iter().partition(|setting| !setting.key.contains('.'));
+    for setting in top {
+        line(&setting.key, &toml_value(setting));
+    }
+    let mut by_section: BTreeMap<&str, Vec<(&str, String)>> = BTreeMap::new();
+    if at == 0 {
+        by_section.entry("catalogue").or_default().push(("serve", "true".to_owned()));
+    }
+    for setting in sections {
+        if let Some((section, name)) = setting.key.split_once('.') {
+            by_section.entry(section).or_default().push((name, toml_value(setting)));
+        }
+    }
+    for (section, settings) in by_section {
+        let _ = writeln!(out, "\n[{section}]");
+        for (name, value) in settings {
+            let _ = writeln!(out, "{name} = {value}");
+        }
+    }
+    out
+}
+
+fn client_text(cluster: &NewCluster) -> String {
+    format!(
+        "# A client of a rapidraid cluster. docs/configuration.md has every setting.\n\
+         cluster = {}\nname = {}\nseeds = {}\n",
+        quoted(&cluster.cluster.to_string()),
+        quoted(CLIENT),
+        seeds(cluster, None)
+    )
+}
+
+/// Where a node listens that others reach at `address`: on all interfaces, but a loopback address stays one.
+fn listen(address: &HostPort) -> String {
+    let text = address.as_str();
+    let (host, port) = text.rsplit_once(':').unwrap_or((text, "7440"));
+    let ip: Option<IpAddr> = host.trim_matches(['[', ']']).parse().ok();
+    match ip {
+        Some(ip) if ip.is_loopback() => text.to_owned(),
+        Some(IpAddr::V6(_)) => format!("[{}]:{port}", Ipv6Addr::UNSPECIFIED),
+        _ => format!("0.0.0.0:{port}"),
+    }
+}
+
+/// A value as TOML has it: settings that are numbers, switches or lists are not text.
+fn toml_value(setting: &Setting) -> String {
+    let value = setting.value.trim();
+    let section = setting.key.split('.').next().unwrap_or_default();
+    match (section, setting.key.as_str()) {
+        (_, "code.list") => {
+            let items: Vec<String> = value.split_whitespace().map(quoted).collect();
+            format!("[{}]", items.join(", "))
+        }
+        ("timeouts" | "disk", _) if value.parse::<i64>().is_ok() => value.to_owned(),
+        (_, "storage") if value.parse::<bool>().is_ok() => value.to_owned(),
+        _ => quoted(value),
+    }
+}
+
+/// A basic string of TOML; its escapes are those of JSON.
+fn quoted(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+impl Answer for NewCluster {
+    fn json(&self) -> Map<String, Value> {
+        let nodes: Vec<Value> = self
+            .nodes
+            .iter()
+            .map(|node| {
+                let config = self.node_config(&node.name);
+                json!({ "name": node.name, "address": node.address.as_str(), "config": config })
+            })
+            .collect();
+        let fields = json!({
+            "dir": self.dir, "cluster": self.cluster.to_string(), "nodes": nodes,
+            "client_config": self.client_config(),
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let (dir, first) = (self.dir.display(), self.nodes.first());
+        let first = first.map_or("", |node| node.name.as_str());
+        let title = format!("cluster {} of {} nodes in {dir}", self.cluster, self.nodes.len());
+        let step = |text: &str| paint.tint(Tint::Cyan, text);
+        format!(
+            "{title}\n\n\
+             Next:\n\
+             1. Copy {dir}/nodes/NAME to the machine of each node, and there run\n   {}\n\
+             2. Give {dir}/client to whoever saves and restores, who then runs\n   {}\n\
+             3. Keep {dir}/ca to yourself, off the nodes: its key decides who is in the cluster.\n\n\
+             {first} serves the catalogue: its folder must survive.\n",
+            step("rapidraid node --config NAME/rapidraid.toml"),
+            step("rapidraid status --config client/rapidraid.toml"),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes(words: &[&str]) -> Vec<NewNode> {
+        words.iter().map(|word| word.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn folders_are_complete_and_keys_private() {
+        use std::os::unix::fs::MetadataExt;
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("c");
+        let words = [
+            "a=127.0.0.1:7001,north/r1",
+            "b=example.org:7002",
+            "c=[fe80::1]:7003",
+            "d=10.0.0.1:7004",
+        ];
+        let set: Vec<Setting> = ["memory=128MiB", "code.list=6,4 4,2", "timeouts.lease_s=3"]
+            .iter()
+            .map(|w| w.parse().unwrap())
+            .collect();
+        let cluster = create(&dir, &nodes(&words), &set).unwrap();
+        for node in &cluster.nodes {
+            let file = cluster.node_config(&node.name);
+            let text = files::read_text(&file, 1 << 20).unwrap();
+            let nothing = BTreeMap::new();
+            let config = NodeConfig::parse(Sources {
+                file: &file,
+                text: &text,
+                env: &nothing,
+                options: &nothing,
+            })
+            .unwrap();
+            assert_eq!(
+                (config.memory_bytes, config.codes.len(), config.timeouts.lease.as_secs()),
+                (128 << 20, 2, 3)
+            );
+            assert_eq!(config.serve_catalogue, node.name.as_str() == "a");
+            assert!(
+                config.membership.seeds.len() == 3
+                    && !config.membership.seeds.contains(&node.address)
+            );
+            assert_eq!(connect::identity(&config.membership).unwrap().name(), &node.name);
+            let mode = std::fs::metadata(&config.membership.key).unwrap().mode();
+            assert_eq!(mode & 0o777, 0o600);
+        }
+        let listens: Vec<String> = cluster.nodes.iter().map(|node| listen(&node.address)).collect();
+        assert_eq!(listens, ["127.0.0.1:7001", "0.0.0.0:7002", "[::]:7003", "0.0.0.0:7004"]);
+        let again = create(&dir, &nodes(&words), &[]).err().unwrap();
+        assert_eq!(again.kind, Kind::Exists);
+    }
+
+    #[test]
+    fn what_makes_no_cluster_is_refused_and_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("c");
+        let two = ["a=h:1", "b=h:2"];
+        let refused = |words: &[&str], set: &str| {
+            let set: Vec<Setting> = set.split_terminator(' ').map(|w| w.parse().unwrap()).collect();
+            let failure = create(&dir, &nodes(words), &set).err().unwrap();
+            assert_eq!(failure.kind, Kind::Invalid, "{}", failure.message);
+            assert!(!dir.join("ca").exists() && !dir.join("nodes").exists());
+        };
+        refused(&["a=h:1", "a=h:2"], "");
+        refused(&["a=h:1", "b=h:1"], "");
+        refused(&two, "name=x");
+        refused(&two, "memroy=1GiB");
+        refused(&two, "memory=1MiB");
+        refused(&two, "timeouts.lease_s=x");
+    }
+}

@@ -1,0 +1,147 @@
+//! `node`: the daemon as a process: its configuration, its log, and how signals end it.
+
+use std::io::{self, Read};
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::util::SubscriberInitExt;
+
+use super::args::Node;
+use super::printer::{Answer, Failure};
+use super::table::Paint;
+use super::{Front, Outcome, connect, files};
+use crate::clock::{SystemClock, deadline};
+use crate::config::{LogFormat, MAX_FILE_BYTES, NodeConfig, Sources};
+use crate::kind::Kind;
+use crate::node::Daemon;
+
+/// How long a daemon may take to stop before it is left as after a crash, which it survives.
+const STOP_LIMIT: Duration = Duration::from_secs(20);
+
+/// A daemon that stopped in order has nothing to say.
+struct Stopped;
+
+impl Answer for Stopped {
+    fn json(&self) -> Map<String, Value> {
+        Map::from_iter([("stopped".to_owned(), json!(true))])
+    }
+    fn text(&self, _: Paint) -> String {
+        String::new()
+    }
+}
+
+/// The command. It returns when the daemon has stopped.
+pub async fn run(front: &mut Front, options: Node) -> Outcome {
+    let text = files::read_text(&options.config, MAX_FILE_BYTES).map_err(|failure| {
+        failure.with_hint("`rapidraid cluster init` writes one as nodes/NAME/rapidraid.toml")
+    })?;
+    let set = connect::options(&options.set);
+    let sources = Sources { file: &options.config, text: &text, env: &front.env, options: &set };
+    let config = NodeConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
+    let identity = connect::identity(&config.membership)?;
+    start_log(&config);
+
+    // Before the daemon, so that a signal during its start ends it in order too.
+    let mut signals = Signals::new()?;
+    let name = config.membership.name.clone();
+    let format = config.log_format;
+    let mut gone = options.stop_at_eof.then(end_of_stdin);
+    let daemon = Daemon::start(config, identity).await;
+    let daemon = daemon.map_err(|error| Failure::of(error.kind(), &error))?;
+    let (address, pid) = (daemon.local_addr(), std::process::id());
+    match format {
+        LogFormat::Text => {
+            front.printer.note(&format!("ready: {name} listens on {address} (pid {pid})"));
+        }
+        LogFormat::Json => {
+            let line =
+                json!({ "ready": true, "node": name, "address": address.to_string(), "pid": pid });
+            front.printer.note(&line.to_string());
+        }
+    }
+    let starter_gone = async {
+        match gone.as_mut() {
+            Some(gone) => drop(gone.await),
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        () = daemon.stopped() => {
+            let message = format!("node {name} stopped by itself: its log above says why");
+            return Err(Failure::new(Kind::Unavailable, message).with_hint("mend the cause, then start it again"));
+        }
+        which = signals.next() => tracing::info!(signal = which, "stopping; a second signal ends at once"),
+        () = starter_gone => tracing::info!("whoever started this node is gone: stopping"),
+    }
+    let clock = SystemClock::new();
+    tokio::select! {
+        stopped = deadline(&*clock, STOP_LIMIT, daemon.stop()) => match stopped {
+            Ok(()) => Ok(Box::new(Stopped)),
+            Err(elapsed) => Err(Failure::new(Kind::Timeout, format!("stopping: {elapsed}"))
+                .with_hint("nothing that was acknowledged is lost: start it again")),
+        },
+        which = signals.next() => {
+            Err(Failure::new(Kind::Unavailable, format!("ended at once by a second {which}"))
+                .with_hint("nothing that was acknowledged is lost: start it again"))
+        }
+    }
+}
+
+/// The signals that end a process.
+pub struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    /// From now on these signals come here.
+    pub fn new() -> Result<Self, Failure> {
+        let listen = |kind| {
+            signal(kind)
+                .map_err(|e| Failure::new(Kind::Io, format!("cannot listen for signals: {e}")))
+        };
+        Ok(Self {
+            interrupt: listen(SignalKind::interrupt())?,
+            terminate: listen(SignalKind::terminate())?,
+            hangup: listen(SignalKind::hangup())?,
+        })
+    }
+
+    /// The name of the next one.
+    pub async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.hangup.recv() => "SIGHUP",
+        }
+    }
+}
+
+/// Resolves when stdin ends. The thread is left behind: nothing else reads stdin.
+fn end_of_stdin() -> oneshot::Receiver<()> {
+    let (ended, gone) = oneshot::channel();
+    std::thread::spawn(move || {
+        let mut buffer = [0; 256];
+        while matches!(io::stdin().read(&mut buffer), Ok(1..)) {}
+        let _ = ended.send(());
+    });
+    gone
+}
+
+/// Sends log lines to stderr. `RUST_LOG` selects by module where the setting is not enough.
+fn start_log(config: &NodeConfig) {
+    let level = config.log_level.as_str();
+    // What crates below us say is wanted only when something is wrong.
+    let default = format!("warn,rapidraid={level}");
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    // A second subscriber in one process (tests) is refused; the first one stays.
+    let _ = match config.log_format {
+        LogFormat::Text => log.with_ansi(false).finish().try_init(),
+        LogFormat::Json => log.json().finish().try_init(),
+    };
+}

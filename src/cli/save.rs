@@ -1,0 +1,208 @@
+//! `save`: from paths to shards.
+//!
+//! It promises that names are unique and the same for the same paths, that nothing but regular files is read, and
+//! that everything is refused before the first byte is sent.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::args::Save;
+use super::printer::{Answer, Failure};
+use super::table::{Paint, Tint};
+use super::{Front, Outcome, connect, files, transfer};
+use crate::client::files::FileSource;
+use crate::client::{NewShard, SaveOptions, SaveReport};
+use crate::clock::{Clock, SystemClock};
+use crate::id::{IdError, ShardName};
+use crate::kind::Kind;
+use crate::units::ByteCount;
+
+/// The most files of one save; a checkpoint of 1,000 ranks with 100 files each.
+const MAX_FILES: usize = 100_000;
+/// The deepest folder; a tree that is deeper is a mistake.
+const MAX_DEPTH: usize = 64;
+
+/// The command.
+pub async fn run(front: &mut Front, options: Save) -> Outcome {
+    let found = shards_of(&options.paths)?;
+    let mut shards = Vec::with_capacity(found.len());
+    for (name, path) in &found {
+        let source =
+            FileSource::open(path).map_err(|error| files::io_failure("read", path, &error))?;
+        shards.push(NewShard { name: name.clone(), source: Arc::new(source) });
+    }
+    let client = connect::client(&options.connect, &front.env).await?;
+    let (job, step) = (&options.step.job, options.step.step);
+    let progress = transfer::watch(front, format!("save {}", options.step));
+    let clock = SystemClock::new();
+    let saved =
+        client.save(job, step, shards, SaveOptions { replace: options.replace }, progress).await;
+    let took = clock.now();
+    client.close().await;
+    let report = saved.map_err(|error| {
+        let failure = connect::failure(&error);
+        match failure.kind {
+            Kind::Exists if !options.replace => failure.with_hint(
+                "save under another step, or replace it with --replace once no other save of it is under way",
+            ),
+            _ => failure,
+        }
+    })?;
+    Ok(Box::new(Saved { report, took }))
+}
+
+/// The shards behind the paths, in the order of their names.
+pub fn shards_of(paths: &[PathBuf]) -> Result<Vec<(ShardName, PathBuf)>, Failure> {
+    let mut found = BTreeMap::new();
+    for path in paths {
+        let kind = files::kind_of(path)?;
+        if kind.is_dir() {
+            folder(path, "", 0, &mut found)?;
+        } else if kind.is_file() {
+            let name = path.file_name().unwrap_or(path.as_os_str());
+            add(name.to_str(), "", path, &mut found)?;
+        } else {
+            return Err(unusable(path, "is neither a file nor a folder"));
+        }
+    }
+    if found.is_empty() {
+        let message = "there is no file in what was named";
+        return Err(
+            Failure::new(Kind::Invalid, message).with_hint("name a file, or a folder with files")
+        );
+    }
+    Ok(found.into_iter().collect())
+}
+
+type Found = BTreeMap<ShardName, PathBuf>;
+
+fn folder(path: &Path, prefix: &str, depth: usize, found: &mut Found) -> Result<(), Failure> {
+    if depth > MAX_DEPTH {
+        return Err(unusable(path, "is nested too deep"));
+    }
+    for (entry, kind) in files::entries(path)? {
+        let name = entry.file_name().and_then(|name| name.to_str());
+        if kind.is_file() {
+            add(name, prefix, &entry, found)?;
+        } else if kind.is_dir() {
+            let name = name.ok_or_else(|| unusable(&entry, "has a name that is not UTF-8"))?;
+            folder(&entry, &format!("{prefix}{name}/"), depth + 1, found)?;
+        } else if kind.is_symlink() {
+            return Err(unusable(&entry, "is a symbolic link").with_hint(
+                "name the file that it leads to on the command line, or remove the link",
+            ));
+        } else {
+            return Err(unusable(&entry, "is neither a file nor a folder"));
+        }
+    }
+    Ok(())
+}
+
+fn add(name: Option<&str>, prefix: &str, path: &Path, found: &mut Found) -> Result<(), Failure> {
+    let name = name.ok_or_else(|| unusable(path, "has a name that is not UTF-8"))?;
+    let name: ShardName = format!("{prefix}{name}").parse().map_err(|error: IdError| {
+        Failure::of(Kind::Invalid, &error).with_hint("rename the file or folder")
+    })?;
+    if found.len() >= MAX_FILES {
+        return Err(unusable(
+            path,
+            &format!("is one file too many: a save has at most {MAX_FILES}"),
+        ));
+    }
+    if let Some(other) = found.insert(name.clone(), path.to_owned()) {
+        let message =
+            format!("{} and {} would both be the shard {name}", other.display(), path.display());
+        return Err(Failure::new(Kind::Invalid, message)
+            .with_hint("put them into one folder with different names and name the folder"));
+    }
+    Ok(())
+}
+
+fn unusable(path: &Path, why: &str) -> Failure {
+    Failure::new(Kind::Invalid, format!("{} {why}", path.display()))
+        .with_hint("a checkpoint is made of regular files")
+}
+
+struct Saved {
+    report: SaveReport,
+    took: Duration,
+}
+
+impl Answer for Saved {
+    fn json(&self) -> Map<String, Value> {
+        let report = &self.report;
+        let fields = json!({
+            "job": report.job, "step": report.step, "save": report.save.to_string(), "shards": report.shards,
+            "bytes": report.len_bytes, "n": report.n, "k": report.k,
+            "generation": report.generation.to_string(), "seconds": self.took.as_secs_f64(),
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let report = &self.report;
+        format!(
+            "{} {}/{}: {} in {}, two replicas of each block, for code ({},{}); {}\n",
+            paint.tint(Tint::Green, "saved"),
+            report.job,
+            report.step,
+            ByteCount(report.len_bytes),
+            transfer::counted(u64::from(report.shards), "shard"),
+            report.n,
+            report.k,
+            transfer::pace(report.len_bytes, self.took),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::disallowed_methods)] // makes the files that are saved
+
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_keeps_its_tree_and_a_file_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir_all(at("step/rank0")).unwrap();
+        fs::create_dir_all(at("step/empty")).unwrap();
+        for file in ["step/rank0/a.bin", "step/index.json", "step/empty.bin", "other"] {
+            fs::write(at(file), "").unwrap();
+        }
+        symlink(at("other"), at("link")).unwrap();
+        let found = shards_of(&[at("step"), at("link")]).unwrap();
+        let names: Vec<&str> = found.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["empty.bin", "index.json", "link", "rank0/a.bin"]);
+    }
+
+    #[test]
+    fn what_cannot_be_restored_is_refused_before_anything_is_sent() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir_all(at("d/e")).unwrap();
+        let refused = |paths: &[PathBuf], kind: Kind, part: &str| {
+            let failure = shards_of(paths).unwrap_err();
+            assert!(failure.kind == kind && failure.message.contains(part), "{failure:?}");
+        };
+        refused(&[at("no")], Kind::NotFound, "no");
+        refused(&[at("d")], Kind::Invalid, "no file");
+        fs::write(at("x"), "").unwrap();
+        fs::write(at("d/x"), "").unwrap();
+        refused(&[at("x"), at("d")], Kind::Invalid, "both be the shard x");
+        refused(&[at("x"), at("x")], Kind::Invalid, "both be the shard x");
+        symlink(at("x"), at("d/e/link")).unwrap();
+        refused(&[at("d")], Kind::Invalid, "d/e/link is a symbolic link");
+        use std::os::unix::ffi::OsStrExt;
+        let strange = folder.path().join(std::ffi::OsStr::from_bytes(b"\xff"));
+        fs::write(&strange, "").unwrap();
+        refused(&[strange], Kind::Invalid, "UTF-8");
+    }
+}

@@ -1,0 +1,132 @@
+//! `status`: the nodes, what they hold and what they use.
+
+use serde_json::{Map, Value, json};
+
+use super::args::Status;
+use super::printer::Answer;
+use super::table::{Paint, Table, Tint, shown};
+use super::transfer::counted;
+use super::{Front, Outcome, connect};
+use crate::client::StatusReport;
+use crate::id::PeerName;
+use crate::units::ByteCount;
+use crate::wire::calls::{NodeStatusAnswer, NodeView};
+
+/// The command `status`.
+pub async fn run(front: &mut Front, options: Status) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let report = connect::ask(client.status()).await;
+    client.close().await;
+    Ok(Box::new(Nodes(report?)))
+}
+
+struct Nodes(StatusReport);
+
+/// Bytes of replicas and pieces on all nodes that answered.
+pub fn stored_bytes(report: &StatusReport) -> u64 {
+    let answers = report.nodes.iter().filter_map(|(_, answer)| answer.as_ref());
+    answers.fold(0, |sum, answer| {
+        sum.saturating_add(answer.replicas.1).saturating_add(answer.pieces.1)
+    })
+}
+
+fn node_json((view, answer): &(NodeView, Option<NodeStatusAnswer>)) -> Value {
+    let node = &view.node;
+    let mut fields = json!({
+        "name": node.name, "address": node.address, "zone": node.zone, "rack": node.rack,
+        "storage": node.storage, "live": view.live, "answers": answer.is_some(),
+    });
+    let held = answer.as_ref().map(|answer| {
+        let budgets: Vec<Value> = answer
+            .budgets
+            .iter()
+            .map(|(name, used, peak, total)| {
+                json!({ "name": name, "used_bytes": used, "peak_bytes": peak, "total_bytes": total })
+            })
+            .collect();
+        json!({
+            "replicas": answer.replicas.0, "replica_bytes": answer.replicas.1, "pieces": answer.pieces.0,
+            "piece_bytes": answer.pieces.1, "record_bytes": answer.record_bytes, "quarantined": answer.quarantined,
+            "disk_total_bytes": answer.disk.0, "disk_free_bytes": answer.disk.1, "budgets": budgets,
+            "peak_memory_bytes": answer.peak_memory_bytes, "segmentation_offload": answer.segmentation_offload,
+            "notes": answer.notes,
+        })
+    });
+    if let (Some(fields), Some(Value::Object(held))) = (fields.as_object_mut(), held) {
+        fields.extend(held);
+    }
+    fields
+}
+
+impl Answer for Nodes {
+    fn json(&self) -> Map<String, Value> {
+        let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
+        let fields =
+            json!({ "catalogue": self.0.catalogue, "epoch": self.0.epoch, "nodes": nodes });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let report = &self.0;
+        let headings = [
+            "NODE",
+            "ADDRESS",
+            "DOMAIN",
+            "STATE",
+            ">REPLICAS",
+            ">SIZE",
+            ">PIECES",
+            ">SIZE",
+            ">DISK FREE",
+            ">PEAK MEMORY",
+        ];
+        let mut table = Table::new(&headings);
+        let mut notes = String::new();
+        for (view, answer) in &report.nodes {
+            let node = &view.node;
+            let domain = match (node.zone.as_str(), node.rack.as_str()) {
+                ("", "") => "-".to_owned(),
+                (zone, rack) => format!("{zone}/{rack}"),
+            };
+            let state = match (view.live, answer) {
+                (true, Some(_)) => "up",
+                (true, None) => "no answer",
+                (false, Some(_)) => "not registered",
+                (false, None) => "DEAD",
+            };
+            let mut row =
+                vec![node.name.to_string(), node.address.clone(), domain, state.to_owned()];
+            if let Some(held) = answer {
+                let size = |bytes: u64| ByteCount(bytes).to_string();
+                row.extend([
+                    held.replicas.0.to_string(),
+                    size(held.replicas.1),
+                    held.pieces.0.to_string(),
+                    size(held.pieces.1),
+                ]);
+                row.extend([size(held.disk.1), size(held.peak_memory_bytes)]);
+                if held.quarantined > 0 {
+                    let files = counted(held.quarantined, "file");
+                    notes.push_str(&format!("{}: {files} set aside in quarantine/\n", node.name));
+                }
+                for note in &held.notes {
+                    notes.push_str(&format!("{}: {}\n", node.name, shown(note)));
+                }
+            }
+            table.row(row);
+        }
+        let live = report.nodes.iter().filter(|(view, _)| view.live).count();
+        let catalogue = report.catalogue.as_ref().map_or("nowhere to be found", PeerName::as_str);
+        let mut out = format!(
+            "{}\n{live} of {} live, {} stored; catalogue on {catalogue}, epoch {}\n",
+            table.render(paint),
+            counted(report.nodes.len() as u64, "node"),
+            ByteCount(stored_bytes(report)),
+            report.epoch,
+        );
+        if !notes.is_empty() {
+            out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "look at:")));
+        }
+        out
+    }
+}

@@ -1,0 +1,221 @@
+//! `ls`, `show`, `rm`: the checkpoints that there are.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::args::{Ls, Named, Rm};
+use super::holdings::{States, holdings};
+use super::picture::{self, Style};
+use super::printer::Answer;
+use super::table::{Paint, Table, Tint, shown};
+use super::transfer::counted;
+use super::words::ExactStep;
+use super::{Front, Outcome, connect};
+use crate::client::ShowReport;
+use crate::format::records::{ShardRoot, ShardState};
+use crate::id::{NodeId, PeerName};
+use crate::units::ByteCount;
+use crate::wire::calls::{RemoveAnswer, StepView};
+
+/// Shards that `show` lists; of more, only how many. JSON has them all.
+const LISTED: usize = 50;
+
+/// The command `ls`.
+pub async fn list(front: &mut Front, options: Ls) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let steps = connect::ask(client.list(options.job.as_ref())).await;
+    client.close().await;
+    Ok(Box::new(Steps(steps?)))
+}
+
+/// The command `show`.
+pub async fn show(front: &mut Front, options: Named) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let report = connect::ask(client.show(&options.step.job, options.step.step)).await;
+    client.close().await;
+    let style = Style::of_env(&front.env, front.printer.paint());
+    Ok(Box::new(Shown { report: report?, style }))
+}
+
+/// The command `rm`.
+pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let answer = client.remove(&options.step.job, options.step.step).await;
+    client.close().await;
+    let answer = answer.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Removed { step: options.step, answer }))
+}
+
+struct Steps(Vec<StepView>);
+
+fn step_json(view: &StepView) -> Map<String, Value> {
+    let saved = &view.saved;
+    let fields = json!({
+        "job": view.job, "step": view.step, "save": saved.save.to_string(), "shards": saved.shards,
+        "bytes": saved.len_bytes, "generation": saved.generation.to_string(), "saved_at": saved.saved_at,
+    });
+    fields.as_object().cloned().unwrap_or_default()
+}
+
+impl Answer for Steps {
+    fn json(&self) -> Map<String, Value> {
+        let steps = self.0.iter().map(|view| Value::Object(step_json(view))).collect();
+        Map::from_iter([("steps".to_owned(), Value::Array(steps))])
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        if self.0.is_empty() {
+            return "no checkpoints\n".to_owned();
+        }
+        let mut table = Table::new(&["JOB/STEP", ">SHARDS", ">SIZE", "SAVED (UTC)"]);
+        for view in &self.0 {
+            table.row([
+                format!("{}/{}", view.job, view.step),
+                view.saved.shards.to_string(),
+                ByteCount(view.saved.len_bytes).to_string(),
+                date(view.saved.saved_at),
+            ]);
+        }
+        table.render(paint)
+    }
+}
+
+/// Seconds since 1970 as `2026-11-20 09:30:00` (Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms":
+/// civil_from_days, for days since 1970 that are not negative).
+fn date(seconds: u64) -> String {
+    // Beyond the year 9999 the number is no date but damage.
+    let seconds = seconds.min(253_402_300_799);
+    let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}")
+}
+
+struct Shown {
+    report: ShowReport,
+    style: Style,
+}
+
+impl Answer for Shown {
+    fn json(&self) -> Map<String, Value> {
+        let report = &self.report;
+        let names: BTreeMap<NodeId, &PeerName> = report
+            .nodes
+            .iter()
+            .map(|view| (NodeId::of(&view.node.name), &view.node.name))
+            .collect();
+        let shard = |(root, state): &(ShardRoot, ShardState)| {
+            let states = States::of(state);
+            let ring: Vec<String> = root
+                .ring
+                .iter()
+                .map(|place| {
+                    names
+                        .get(&place.node)
+                        .map_or_else(|| place.node.to_string(), ToString::to_string)
+                })
+                .collect();
+            json!({
+                "name": root.name, "shard": root.shard.to_string(), "bytes": root.len_bytes, "block_bytes": root.block_bytes,
+                "n": root.n, "k": root.k, "generation": state.generation.to_string(), "ring": ring,
+                "stripes": states.replicated + states.archiving + states.archived, "replicated": states.replicated,
+                "archiving": states.archiving, "archived": states.archived, "undropped": states.undropped,
+            })
+        };
+        let mut fields = step_json(&report.step);
+        // The number of shards gives way to the shards.
+        fields.insert("shards".to_owned(), report.shards.iter().map(shard).collect());
+        fields
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let report = &self.report;
+        let view = &report.step;
+        let title = format!("{}/{}", view.job, view.step);
+        let mut out = format!(
+            "{}  {} in {}, saved {} UTC, save {}, generation {}\n\n",
+            paint.tint(Tint::Bold, &title),
+            ByteCount(view.saved.len_bytes),
+            counted(u64::from(view.saved.shards), "shard"),
+            date(view.saved.saved_at),
+            view.saved.save,
+            view.saved.generation,
+        );
+        let mut table = Table::new(&["SHARD", ">SIZE", "CODE", ">BLOCK", "STRIPES"]);
+        for (root, state) in report.shards.iter().take(LISTED) {
+            table.row([
+                root.name.to_string(),
+                ByteCount(root.len_bytes).to_string(),
+                format!("({},{})", root.n, root.k),
+                ByteCount(root.block_bytes).to_string(),
+                States::of(state).words(),
+            ]);
+        }
+        out.push_str(&table.render(paint));
+        if report.shards.len() > LISTED {
+            out.push_str(&format!("and {} more (--json has all)\n", report.shards.len() - LISTED));
+        }
+        let with_stripes = report.shards.iter().find(|(_, state)| !state.runs.is_empty());
+        if let Some((root, state)) = with_stripes {
+            out.push_str(&format!("\nStripe 1 of {}\n\n", shown(root.name.as_str())));
+            out.push_str(&picture::map(&holdings(root, state, 0, &report.nodes), self.style));
+        }
+        out
+    }
+}
+
+struct Removed {
+    step: ExactStep,
+    answer: RemoveAnswer,
+}
+
+impl Answer for Removed {
+    fn json(&self) -> Map<String, Value> {
+        let fields = json!({
+            "job": self.step.job, "step": self.step.step, "confirmed": self.answer.confirmed, "waiting": self.answer.waiting,
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let nodes = counted(u64::from(self.answer.confirmed), "node");
+        let mut out = format!(
+            "{} {}: {nodes} removed its files\n",
+            paint.tint(Tint::Green, "removed"),
+            self.step
+        );
+        if !self.answer.waiting.is_empty() {
+            let names: Vec<&str> = self.answer.waiting.iter().map(PeerName::as_str).collect();
+            out.push_str(&format!("  asked again when they are back: {}\n", names.join(", ")));
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let known = [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_709_251_199, "2024-02-29 23:59:59"),
+            (4_107_542_400, "2100-03-01 00:00:00"),
+            (u64::MAX, "9999-12-31 23:59:59"),
+        ];
+        for (seconds, expected) in known {
+            assert_eq!(date(seconds), expected);
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! `archive`, `restore` and `verify`: the commands that move much, with their progress and what they report.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::args::{Archive, CodecWord, Named, PlanWord, Restore};
+use super::printer::{Answer, Failure};
+use super::progress::Progress;
+use super::table::{Paint, Tint, shown};
+use super::trace::Trace;
+use super::{Front, Outcome, connect, files};
+use crate::client::{ArchiveReport, Progress as Done, ProgressFn, RestoreReport, RestoreRequest};
+use crate::clock::{Clock, SystemClock};
+use crate::id::{Job, Step};
+use crate::kind::Kind;
+use crate::store::RealDisk;
+use crate::units::ByteCount;
+use crate::wire::calls::{ArchiveEvent, ArchiveOptions, StripeReport};
+
+/// Lines of notes and incidents that are shown; JSON has them all.
+const LISTED: usize = 10;
+
+/// A progress bar that the library can feed from any task.
+pub fn watch(front: &Front, what: String) -> ProgressFn {
+    let bar = Progress::new(front.printer.look().watched, what, None);
+    Arc::new(move |done: Done| {
+        bar.set_total(done.total_bytes);
+        bar.set(done.done_bytes, "");
+    })
+}
+
+/// `1 shard`, `2 shards`.
+pub fn counted(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
+/// How long so many bytes took, and the rate.
+pub fn pace(bytes: u64, took: Duration) -> String {
+    let seconds = took.as_secs_f64();
+    if bytes == 0 || seconds < 0.001 {
+        return format!("{seconds:.2} s");
+    }
+    // A rate is for people: the fraction of a byte does not matter.
+    format!("{seconds:.2} s, {}/s", ByteCount((bytes as f64 / seconds) as u64))
+}
+
+/// `JOB/STEP` with the step as it was typed.
+fn named(job: &Job, step: Option<Step>) -> String {
+    step.map_or_else(|| format!("{job}/latest"), |step| format!("{job}/{step}"))
+}
+
+/// The command `archive`.
+pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
+    if options.plan == PlanWord::Chain && options.codec == CodecWord::ReedSolomonErasure {
+        let message = "the codec reed-solomon-erasure cannot run a chain";
+        return Err(Failure::new(Kind::Invalid, message)
+            .with_hint("add --plan star, or leave --codec away"));
+    }
+    let trace_file = options.trace.as_deref().map(files::create_new).transpose()?;
+    let client = connect::client(&options.connect, &front.env).await?;
+    let (job, step) = (&options.step.job, options.step.step);
+    let bar =
+        Progress::new(front.printer.look().watched, format!("archive {}", named(job, step)), None);
+    let clock = SystemClock::new();
+    let mut trace = Trace::default();
+    let mut on_event = |event: &ArchiveEvent| match event {
+        ArchiveEvent::Progress { done_bytes, total_bytes } => {
+            bar.set_total(*total_bytes);
+            bar.set(*done_bytes, "");
+        }
+        ArchiveEvent::Stripe(report) => trace.add(report, clock.now()),
+        _ => {}
+    };
+    let how = ArchiveOptions {
+        plan: options.plan.into(),
+        codec: options.codec.into(),
+        parallel: options.parallel,
+    };
+    let archived = client.archive(job, step, how, &mut on_event).await;
+    drop(bar);
+    let took = clock.now();
+    client.close().await;
+    if let (Some(file), Some(path)) = (trace_file, &options.trace) {
+        trace.write(file).map_err(|error| files::io_failure("write", path, &error))?;
+    }
+    let report = archived.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Archived { report, took }))
+}
+
+/// The command `restore`.
+pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let out = RealDisk::open(&options.out).map_err(|error| Failure::of(error.kind(), &error))?;
+    let (job, step) = (&options.step.job, options.step.step);
+    let request = RestoreRequest {
+        out: Arc::new(out),
+        force: options.force,
+        shard: options.shard,
+        range: options.range.map(|range| range.0),
+    };
+    let progress = watch(front, format!("restore {}", named(job, step)));
+    let clock = SystemClock::new();
+    let restored = client.restore(job, step, request, progress).await;
+    let took = clock.now();
+    client.close().await;
+    let report = restored.map_err(|error| {
+        let failure = connect::failure(&error);
+        match failure.kind {
+            Kind::Exists if !options.force => failure
+                .with_hint("restore into another folder, or replace what is there with --force"),
+            _ => failure,
+        }
+    })?;
+    let out = Some(options.out.display().to_string());
+    Ok(Box::new(Read { verb: "restored", report, took, out }))
+}
+
+/// The command `verify`.
+pub async fn verify(front: &mut Front, options: Named) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let (job, step) = (&options.step.job, options.step.step);
+    let progress = watch(front, format!("verify {}", named(job, step)));
+    let clock = SystemClock::new();
+    let verified = client.verify(job, step, progress).await;
+    let took = clock.now();
+    client.close().await;
+    let report = verified.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Read { verb: "verified", report, took, out: None }))
+}
+
+struct Archived {
+    report: ArchiveReport,
+    took: Duration,
+}
+
+/// A stripe's report as JSON.
+fn stripe_json(report: &StripeReport) -> Value {
+    let hops: Vec<Value> = report
+        .hops
+        .iter()
+        .map(|hop| {
+            // Pieces count from 1 where people see them.
+            let pieces: Vec<u32> = hop.pieces.iter().map(|piece| u32::from(*piece) + 1).collect();
+            json!({
+                "node": hop.node, "pieces": pieces, "in_bytes": hop.in_bytes, "out_bytes": hop.out_bytes,
+                "start_us": hop.span_us.0, "end_us": hop.span_us.1,
+                "waited_upstream_us": hop.waited_us.0, "worked_us": hop.waited_us.1,
+                "waited_downstream_us": hop.waited_us.2,
+            })
+        })
+        .collect();
+    let [reserve, run, commit, drop] = report.phases_us;
+    json!({
+        "stripe": report.stripe.to_string(), "code": report.code.to_string(), "block_bytes": report.block_bytes,
+        "hops": hops, "reserve_us": reserve, "run_us": run, "commit_us": commit, "drop_us": drop,
+    })
+}
+
+impl Answer for Archived {
+    fn json(&self) -> Map<String, Value> {
+        let report = &self.report;
+        let reports: Vec<Value> = report.reports.iter().map(stripe_json).collect();
+        let fields = json!({
+            "job": report.job, "step": report.step, "stripes": report.stripes, "undropped": report.undropped,
+            "seconds": self.took.as_secs_f64(), "reports": reports, "notes": report.notes,
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let report = &self.report;
+        let dropped = match report.undropped {
+            0 => "every piece was read back and proven, and the replicas are dropped".to_owned(),
+            some => format!(
+                "every piece was read back and proven; {} of {} keep replicas until their nodes answer again",
+                some,
+                counted(report.stripes, "stripe")
+            ),
+        };
+        let done = format!(
+            "{} {}/{}: {} in {:.2} s; {dropped}\n",
+            paint.tint(Tint::Green, "archived"),
+            report.job,
+            report.step,
+            counted(report.stripes, "stripe"),
+            self.took.as_secs_f64(),
+        );
+        done + &listed("note", &report.notes, paint)
+    }
+}
+
+struct Read {
+    verb: &'static str,
+    report: RestoreReport,
+    took: Duration,
+    out: Option<String>,
+}
+
+impl Answer for Read {
+    fn json(&self) -> Map<String, Value> {
+        let report = &self.report;
+        let fields = json!({
+            "job": report.job, "step": report.step, "shards": report.shards, "bytes": report.len_bytes,
+            "replica_stripes": report.replica_stripes, "decoded_stripes": report.decoded_stripes,
+            "seconds": self.took.as_secs_f64(), "incidents": report.incidents, "out": self.out,
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let report = &self.report;
+        let to = self.out.as_ref().map(|out| format!(" to {}", shown(out))).unwrap_or_default();
+        let done = format!(
+            "{} {}/{}: {} in {}{to}; {} from replicas, {} from pieces; {}\n",
+            paint.tint(Tint::Green, self.verb),
+            report.job,
+            report.step,
+            ByteCount(report.len_bytes),
+            counted(u64::from(report.shards), "shard"),
+            counted(report.replica_stripes, "stripe"),
+            report.decoded_stripes,
+            pace(report.len_bytes, self.took),
+        );
+        done + &listed("met on the way", &report.incidents, paint)
+    }
+}
+
+/// Up to [`LISTED`] lines, and how many more there are.
+fn listed(title: &str, lines: &[String], paint: Paint) -> String {
+    let mut out = String::new();
+    for line in lines.iter().take(LISTED) {
+        out.push_str(&format!(
+            "  {} {}\n",
+            paint.tint(Tint::Yellow, &format!("{title}:")),
+            shown(line)
+        ));
+    }
+    if lines.len() > LISTED {
+        out.push_str(&format!("  and {} more (--json has all)\n", lines.len() - LISTED));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_and_rates_read_well() {
+        assert_eq!(
+            (counted(1, "shard"), counted(0, "shard")),
+            ("1 shard".into(), "0 shards".into())
+        );
+        assert_eq!(pace(200 << 20, Duration::from_secs(2)), "2.00 s, 100.0 MiB/s");
+        assert_eq!(pace(0, Duration::from_secs(2)), "2.00 s");
+        assert_eq!(pace(1, Duration::ZERO), "0.00 s");
+    }
+
+    #[test]
+    fn incidents_are_told_but_not_without_end() {
+        let lines: Vec<String> = (0..13).map(|n| format!("node-{n}\u{1b} is gone")).collect();
+        let text = listed("met on the way", &lines, Paint::PLAIN);
+        assert_eq!(text.lines().count(), LISTED + 1);
+        assert!(
+            text.contains("node-0\\u{1b} is gone")
+                && text.ends_with("and 3 more (--json has all)\n")
+        );
+        assert_eq!(listed("x", &[], Paint::PLAIN), "");
+    }
+}

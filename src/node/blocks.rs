@@ -179,10 +179,7 @@ impl Node {
         };
         let (file, answer, mut from, end, _memory) = match prepared {
             Ok(prepared) => prepared,
-            Err(refusal) => {
-                let _ = self.answer::<()>(&mut served, Err(refusal)).await;
-                return;
-            }
+            Err(refusal) => return self.refuse(served, refusal).await,
         };
         if !self.answer(&mut served, Ok(answer)).await {
             return;

@@ -14,7 +14,6 @@ use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::format::tree::GrainTree;
 use crate::gf::{Fingerprint, FingerprintKey};
-use crate::id::StripeId;
 use crate::kind::Kind;
 use crate::net::call::{Exchange, address};
 use crate::net::frame::FramedRecv;
@@ -155,17 +154,8 @@ impl Node {
         let finishing = self.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.still_wanted(call.stripe).await?;
+        self.still_wanted(call.stripe.shard.save()).await?;
         Ok(PutBlockAnswer { forwarded })
-    }
-
-    /// What was written while its save was removed goes again: the sweep may have come before it.
-    async fn still_wanted(&self, stripe: StripeId) -> Result<(), Failure> {
-        if self.is_tombstoned(stripe.shard.save()).await? {
-            self.sweep_save(stripe.shard.save()).await?;
-            return Err(failure(Kind::Fenced, format!("stripe {stripe} was removed meanwhile")));
-        }
-        Ok(())
     }
 
     async fn write(&self, mut writer: BlockWriter, chunk: Bytes) -> Result<BlockWriter, Failure> {
@@ -319,7 +309,7 @@ impl Node {
             return Err(RunError::Unknown.into());
         };
         let result = self.runs.run(call.run).await;
-        self.still_wanted(stripe).await?;
+        self.still_wanted(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
             let rotten = match error {

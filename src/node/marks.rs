@@ -118,6 +118,7 @@ impl Node {
 /// Raises a shard's durable fence to `next` unless it is higher; answers with what it is then.
 fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Failure> {
     static RAISING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+        self.still_wanted(shard.save()).await?;
     let _one_at_a_time = RAISING.lock().unwrap_or_else(PoisonError::into_inner);
     let scope = Scope::Shard(shard);
     if let Some(bytes) = store.get_small(scope, FENCE)? {

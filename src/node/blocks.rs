@@ -247,6 +247,19 @@ impl Node {
     }
 
     pub(super) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
+        let copied = self.copy_replica(&call).await;
+        let is_bad = |error: &Failure| matches!(error.kind, Kind::Corrupt | Kind::NotFound);
+        if copied.as_ref().is_err_and(is_bad) {
+            // The source looks for itself and sets a rotten file aside, so that the coordinator finds it missing.
+            let suspect =
+                Suspect { stripe: call.stripe, file: FileName::Replica { block: call.block } };
+            let _ = self.caller.call(&call.from, &suspect).await;
+        }
+        copied?;
+        self.still_wanted(call.stripe.shard.save()).await
+    }
+
+    async fn copy_replica(&self, call: &Fetch) -> Result<(), Failure> {
         self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             return Err(failure(Kind::Invalid, format!("a block of {} bytes", call.len_bytes)));
@@ -286,7 +299,8 @@ impl Node {
             left -= chunk.len() as u64;
             writer = self.write(writer, chunk).await?;
         }
-        self.on_store(move |_| writer.finish(Some(call.root))).await?;
+        let root = call.root;
+        self.on_store(move |_| writer.finish(Some(root))).await?;
         Ok(())
     }
 
@@ -304,7 +318,7 @@ impl Node {
         Ok(self.runs.reserve(order).await?)
     }
 
-    pub(super) async fn run(&self, call: Run) -> Result<RunReport, Failure> {
+    pub(super) async fn run(self: &Arc<Self>, call: Run) -> Result<RunReport, Failure> {
         let Some((stripe, blocks)) = self.runs.inputs(call.run) else {
             return Err(RunError::Unknown.into());
         };
@@ -320,11 +334,16 @@ impl Node {
                 RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
                 _ => Vec::new(),
             };
-            for block in rotten {
-                // A rotten replica is set aside, so that the coordinator finds it missing and makes it again.
-                let file = FileName::Replica { block };
-                let _ = self.suspect(Suspect { stripe, file }).await;
-            }
+            let node = self.clone();
+            // A rotten replica is set aside, so that the coordinator finds it missing and makes it again. In a task of its own:
+            // the coordinator gives this call up as soon as it hears of any failure, perhaps that of a neighbour.
+            let look = self.tasks.spawn(async move {
+                for block in rotten {
+                    let file = FileName::Replica { block };
+                    let _ = node.suspect(Suspect { stripe, file }).await;
+                }
+            });
+            let _ = look.await;
         }
         Ok(result?)
     }

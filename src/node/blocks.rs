@@ -307,14 +307,6 @@ impl Node {
     pub(super) async fn reserve(&self, call: Reserve) -> Result<(), Failure> {
         let order = call.order;
         self.admit_order(order.stripe.shard, order.generation, order.coordinator).await?;
-        let pieces = order.hops.iter().any(|hop| {
-            hop.outputs.iter().any(|output| matches!(output.output, crate::plan::Output::Store(_)))
-        });
-        let space = self.store.space()?;
-        if pieces && space.free_bytes < 2 * order.cut.block_bytes {
-            let text = format!("the disk of node {} has no room for a piece", self.settings.name);
-            return Err(failure(Kind::Busy, text));
-        }
         Ok(self.runs.reserve(order).await?)
     }
 

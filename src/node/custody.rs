@@ -89,6 +89,7 @@ impl Node {
                     told = false;
                 }
             }
+            self.runs.give_back_unused();
             self.clock.sleep(renewal(self.settings.lease)).await;
         }
     }

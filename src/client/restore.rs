@@ -365,8 +365,12 @@ fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<(), ClientErr
             }
             parent = above;
         }
-        if !output.force && output.out.open(&part.path).is_ok() {
-            return Err(ClientError::FileExists { path: part.path.clone() });
+        let path = part.path.clone();
+        if is_folder(&path) {
+            return Err(ClientError::InTheWay { path, found: "a folder" });
+        }
+        if !output.force && exists(&path) {
+            return Err(ClientError::FileExists { path });
         }
     }
     Ok(())
@@ -419,3 +423,9 @@ mod tests {
         assert!(slice(0, &cut, &(5..5)).is_none());
     }
 }
+    // What cannot be opened may be somebody's all the same.
+    let exists = |path: &str| !matches!(output.out.open(path), Err(DiskError::NotFound { .. }));
+    let is_folder = |path: &str| output.out.list(path).is_ok();
+            if exists(above) && !is_folder(above) {
+                return Err(ClientError::InTheWay { path: above.to_owned(), found: "a file" });
+            }

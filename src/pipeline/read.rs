@@ -37,9 +37,9 @@ const PATIENT_LIMIT: Duration = Duration::from_secs(6);
 /// A source that gives nothing for so long is left out.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 
-/// Where restored bytes go. Blocking; ranges come in any order, each byte once.
+/// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at `offset` of the shard.
+    /// Writes `bytes` at `offset` of the shard. The same bytes may come again when a stripe's reading begins anew.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 

@@ -397,8 +397,14 @@ impl StripeReader {
         let program = Arc::new(reconstruct(code, &available, &wanted)?);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
-        let opens =
-            sources.iter().map(|&source| self.open(source, *next..end, self.file_len(source)));
+        let (from, until) = (*next, end);
+        let opens = sources.iter().map(|&source| async move {
+            match self.file_len(source) {
+                // A block past the shard's end: nobody has a file of it.
+                0 => Ok(None),
+                len => self.open(source, from..until, len).await.map(Some),
+            }
+        });
         let mut files = try_join_all(opens).await?;
         let mut ready = Some(self.grains(&mut files, *next).await?);
         while let Some(inputs) = ready.take() {
@@ -529,9 +535,11 @@ impl StripeReader {
         }
     }
 
-    async fn grains(&self, files: &mut [OpenFile], grain: u64) -> Result<Vec<Bytes>, Stop> {
+    /// One grain of each source, padded; `None` is one that is all zero.
+    async fn grains(&self, files: &mut [Option<OpenFile>], grain: u64) -> Result<Vec<Bytes>, Stop> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
+            let Some(file) = file else { return Ok(vec![0; padded].into()) };
             let len = self.file_len(file.holding);
             let bytes = self.grain(file, grain, len).await?;
             if bytes.len() == padded {

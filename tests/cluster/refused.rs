@@ -520,6 +520,7 @@ async fn a_reservation_that_nobody_runs_is_given_back() {
         node.ask(&to, &Reserve { order }).await.unwrap();
     }
     assert_ne!(world.nodes[&2].memory_in_use(), [0, 0, 0]);
+    // The daemon gives it back unasked.
     world.assert_idle().await;
     assert_eq!(kind_of(node.ask(&to, &Run { run: [0; 16] }).await), Kind::NotFound);
 }

@@ -14,8 +14,14 @@ use crate::world::look::files_below;
 use crate::world::raw::empty_root;
 use crate::world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
 
-fn write(disk: &MemoryDisk, path: &str, bytes: &[u8]) {
-    disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
+/// A disk with one file.
+fn holding(path: &str) -> Arc<MemoryDisk> {
+    let out = Arc::new(MemoryDisk::new(1 << 20));
+    if let Some((folder, _)) = path.split_once('/') {
+        out.create_dir(folder).unwrap();
+    }
+    out.create_new(path).unwrap().write_at(b"old", 0).unwrap();
+    out
 }
 
 fn into(out: &Arc<MemoryDisk>, force: bool) -> RestoreRequest {
@@ -84,37 +90,26 @@ async fn what_is_in_the_way_is_refused_before_anything_is_written() {
     let client = world.client();
     let (a, b) = (content(70_000, 1), content(10, 2));
     save(&client, 1, &[("a", &a), ("dir/b", &b), ("z", &a)]).await;
-    // A file of the name; a file where a folder has to be; a folder where the file has to be.
-    let cases: [(&str, &str, bool); 4] = [
-        ("z", "z", true),
-        ("dir/b", "dir/b", true),
-        ("dir", "dir", false),
-        ("z/inside", "z", false),
-    ];
-    for (there, named, can_be_forced) in cases {
-        let out = Arc::new(MemoryDisk::new(1 << 20));
-        if let Some((folder, _)) = there.split_once('/') {
-            out.create_dir(folder).unwrap();
-        }
-        write(&out, there, b"old");
+    for there in ["z", "dir/b"] {
+        let out = holding(there);
         let error = client.restore(&job(), None, into(&out, false), quiet()).await.unwrap_err();
-        assert!(
-            matches!(&error, ClientError::FileExists { path } if path == named),
-            "{there}: {error}"
-        );
+        assert!(matches!(&error, ClientError::FileExists { path } if path == there), "{error}");
         assert_eq!(error.kind(), Kind::Exists);
         assert_eq!(files_below(&*out, ""), [there]);
         assert_eq!(read_file(&*out, there), b"old");
-        let forced = client.restore(&job(), None, into(&out, true), quiet()).await;
-        if can_be_forced {
-            forced.unwrap();
-            assert_eq!(files_below(&*out, ""), ["a", "dir/b", "z"]);
-            assert_eq!(read_file(&*out, "z"), a);
-            assert_eq!(read_file(&*out, "dir/b"), b);
-        } else {
-            let error = forced.unwrap_err();
-            assert!(matches!(&error, ClientError::FileExists { path } if path == named), "{error}");
-            assert_eq!(files_below(&*out, ""), [there], "{there}");
+        client.restore(&job(), None, into(&out, true), quiet()).await.unwrap();
+        assert_eq!(files_below(&*out, ""), ["a", "dir/b", "z"]);
+        assert_eq!((read_file(&*out, "z"), read_file(&*out, "dir/b")), (a.to_vec(), b.to_vec()));
+    }
+    // A file where a folder has to be, and a folder where a file has to be: force is no help.
+    for (there, named) in [("dir", "dir"), ("z/inside", "z")] {
+        for force in [false, true] {
+            let out = holding(there);
+            let error = client.restore(&job(), None, into(&out, force), quiet()).await.unwrap_err();
+            let is_named = matches!(&error, ClientError::InTheWay { path, .. } if path == named);
+            assert!(is_named && error.kind() == Kind::Exists, "{there}: {error}");
+            assert_eq!(files_below(&*out, ""), [there]);
+            assert_eq!(read_file(&*out, there), b"old");
         }
     }
     world.assert_idle().await;

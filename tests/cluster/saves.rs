@@ -221,8 +221,10 @@ async fn a_holder_that_dies_in_mid_save_is_replaced_by_a_spare() {
         let bytes = content(900_000, 1);
         let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
         world.kill(victim).await;
+        let began = tokio::time::Instant::now();
         gate.open();
         saving.await.unwrap().unwrap();
+        assert!(began.elapsed() < world.lease, "the save began anew");
         assert_restores_without_incident_of_others(&client, &bytes).await;
         world.assert_invariant(&client, 1).await;
         world.assert_idle().await;

@@ -475,10 +475,7 @@ impl Node {
     pub(super) async fn archive(self: &Arc<Self>, body: &[u8], mut served: Served) {
         let call = match parse_request::<Archive>(body) {
             Ok(call) => call,
-            Err(error) => {
-                let _ = self.answer::<ArchiveEvent>(&mut served, Err(error.into())).await;
-                return;
-            }
+            Err(error) => return self.refuse(served, error.into()).await,
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
         let (coordinator, stop) = (self.coordinator(), self.stop.clone());

@@ -118,6 +118,7 @@ impl Node {
         // One at a time per node: two orders must not both read the old fence.
         let next = Fence { generation, holder };
         let fence = self.on_store(move |store| raise_fence(store, shard, next)).await?;
+        self.still_wanted(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         if fences.len() >= super::MAX_CACHED_TOMBSTONES {
             fences.clear();

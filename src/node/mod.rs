@@ -301,6 +301,7 @@ impl Node {
         if cache.len() >= MAX_CACHED_TOMBSTONES {
             cache.clear();
         }
-        cache.insert(save, is_there);
+        // A tombstone may come between the look at the disk and this: what is buried stays so.
+        *cache.entry(save).or_default() |= is_there;
     }
 }

@@ -149,6 +149,15 @@ impl Node {
         swept
     }
 
+    /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.
+    pub(super) async fn still_wanted(&self, save: SaveId) -> Result<(), Failure> {
+        if self.is_tombstoned(save).await? {
+            self.sweep_save(save).await?;
+            return Err(failure(Kind::Fenced, format!("save {save} was removed meanwhile")));
+        }
+        Ok(())
+    }
+
     /// Removes what `entry` names in the background.
     pub(super) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         self.spawn(|node| async move {

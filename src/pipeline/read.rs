@@ -42,9 +42,9 @@ const OPEN_LIMIT: Duration = Duration::from_secs(12);
 const OPEN_TRIES: u32 = 5;
 const BUSY_WAIT: Duration = Duration::from_millis(500);
 
-/// Where restored bytes go. Blocking; ranges come in any order, each byte once.
+/// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at `offset` of the shard.
+    /// Writes `bytes` at `offset` of the shard. The same bytes may come again when a stripe's reading begins anew.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
@@ -408,8 +408,14 @@ impl StripeReader {
         let program = Arc::new(program);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
-        let opens =
-            sources.iter().map(|&source| self.open(source, *next..end, self.file_len(source)));
+        let (from, until) = (*next, end);
+        let opens = sources.iter().map(|&source| async move {
+            match self.file_len(source) {
+                // A block past the shard's end: nobody has a file of it.
+                0 => Ok(None),
+                len => self.open(source, from..until, len).await.map(Some),
+            }
+        });
         let mut files = try_join_all(opens).await?;
         let mut ready = Some(self.grains(&mut files, *next).await?);
         while let Some(inputs) = ready.take() {
@@ -556,9 +562,11 @@ impl StripeReader {
         }
     }
 
-    async fn grains(&self, files: &mut [OpenFile], grain: u64) -> Result<Vec<Bytes>, Stop> {
+    /// One grain of each source, padded; `None` is one that is all zero.
+    async fn grains(&self, files: &mut [Option<OpenFile>], grain: u64) -> Result<Vec<Bytes>, Stop> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
+            let Some(file) = file else { return Ok(vec![0; padded].into()) };
             let len = self.file_len(file.holding);
             let bytes = self.grain(file, grain, len).await?;
             if bytes.len() == padded {

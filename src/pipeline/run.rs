@@ -1,7 +1,7 @@
 //! A node's part of a plan: admission before the first byte, then all its hops at once, then the proof of its pieces.
 //!
-//! An admitted part holds its whole working set; it gives it back when it ends or is released, or to the next part that is
-//! admitted once nobody has run it for [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
+//! An admitted part holds its whole working set; it gives it back when it ends, is released, or when nobody has run it for
+//! [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +20,7 @@ use crate::code::{Code, table};
 use crate::format::file::FileKey;
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
-use crate::id::StripeId;
+use crate::id::{NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::{FramedRecv, write_frame};
@@ -57,6 +57,16 @@ pub enum RunError {
         /// What it needs.
         needed_bytes: u64,
     },
+    /// No room for a piece.
+    #[error(
+        "the disk of node {node} has no {room_bytes} bytes free for a piece: remove checkpoints, or add disk"
+    )]
+    NoRoom {
+        /// The node.
+        node: NodeId,
+        /// What has to be free.
+        room_bytes: u64,
+    },
     /// It never will be.
     #[error(transparent)]
     Budget(#[from] BudgetError),
@@ -84,7 +94,7 @@ impl RunError {
     pub fn kind(&self) -> Kind {
         match self {
             RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
-            RunError::Busy { .. } => Kind::Busy,
+            RunError::Busy { .. } | RunError::NoRoom { .. } => Kind::Busy,
             RunError::Unknown => Kind::NotFound,
             RunError::Hop { source, .. } => source.kind(),
             RunError::Store(error) => error.kind(),
@@ -152,6 +162,11 @@ fn check(order: &Order) -> Result<Code, RunError> {
     if cut.len_bytes > cut.block_bytes * u64::from(cut.k) || order.hops.len() > MAX_HOPS {
         return refuse("its numbers are out of bounds");
     }
+    let is_kept =
+        |&(piece, block): &(u8, u8)| usize::from(piece) < code.n() && usize::from(block) < code.k();
+    if order.kept.len() > code.k() || !order.kept.iter().all(is_kept) {
+        return refuse("what it keeps does not fit its code");
+    }
     for hop in &order.hops {
         let range = hop.grains.0 < hop.grains.1 && hop.grains.1 <= grains;
         let edges = (1..=MAX_HOP_EDGES).contains(&hop.inputs.len())
@@ -199,7 +214,8 @@ impl Runs {
         table.arriving.retain(|(of, _), _| *of != run);
     }
 
-    fn give_back_unused(&self) {
+    /// Gives back what was admitted and nobody ran. Also to be called when nothing else is admitted.
+    pub fn give_back_unused(&self) {
         let now = self.clock.now();
         let mut table = self.table();
         let is_unused = |part: &Admitted| now > part.admitted_at + UNUSED_LIMIT;
@@ -212,6 +228,11 @@ impl Runs {
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
         let code = check(&order)?;
         let needed_bytes = order_bytes(&order);
+        // Twice, so that the last piece does not fill the disk to the brim. `check` bounds the length.
+        let room_bytes = 2 * order.cut.block_bytes;
+        if !pieces_of(&order).is_empty() && self.store.space()?.free_bytes < room_bytes {
+            return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
+        }
         // First what nobody uses goes back: it may be all there is.
         self.give_back_unused();
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))

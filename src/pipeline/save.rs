@@ -173,12 +173,12 @@ impl Upload {
         let mut todo: BTreeSet<usize> = (0..k).collect();
         for round in 0..=ROUNDS {
             let now: &[NodeId] = places;
-            let mut running = stream::iter(todo.iter().copied())
-                .map(|block| async move {
-                    let holders = (now[block], now[block + step]);
-                    (block, self.block(stripe, &cut, block as u8, holders).await)
-                })
-                .buffer_unordered(BLOCKS_AT_ONCE);
+            let sends = todo.iter().map(|&block| async move {
+                let holders = (now[block], now[block + step]);
+                (block, self.block(stripe, &cut, block as u8, holders).await)
+            });
+            let mut running =
+                stream::iter(sends.collect::<Vec<_>>()).buffer_unordered(BLOCKS_AT_ONCE);
             let mut failures: Vec<Failed> = Vec::new();
             let mut done = Vec::new();
             while let Some((block, result)) = running.next().await {

@@ -221,7 +221,7 @@ impl FromStr for Step {
 
 /// A node, by a number that follows from its name, so that records can name a hundred nodes in a kilobyte.
 ///
-/// The first 8 bytes of BLAKE3 over the name; the catalogue refuses to register a second name with the same number.
+/// The first 8 bytes, big-endian, of BLAKE3's key derivation (context `rapidraid node id v1`) over the name; the catalogue refuses to register a second name with the same number.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct NodeId(pub u64);
 

@@ -74,19 +74,23 @@ fn entry(bytes: &[u8]) -> Option<Entry> {
 }
 
 impl LocalCatalogue {
-    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is how long leases live.
+    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is how long leases live. A node that has `seen` an epoch was part of a
+    /// cluster: an empty or older map is then not its cluster's, and is refused.
     pub fn open(
         kv: Arc<dyn Kv>,
         clock: Arc<dyn Clock>,
         entropy: Arc<dyn Entropy>,
         lease: Duration,
+        seen: Epoch,
     ) -> Result<Self, CatalogueError> {
-        let epoch = match number(kv.get(EPOCH).map_err(store_error)?) {
-            Some(epoch) => epoch,
-            None => {
+        let found = number(kv.get(EPOCH).map_err(store_error)?);
+        let epoch = match found {
+            Some(epoch) if Epoch(epoch) >= seen => epoch,
+            None if seen == Epoch::default() => {
                 kv.apply(Batch::new().put(EPOCH, 1u64.to_be_bytes())).map_err(store_error)?;
                 1
             }
+            _ => return Err(CatalogueError::Gone { seen, found: Epoch(found.unwrap_or(0)) }),
         };
         let revision = number(kv.get(REVISION).map_err(store_error)?).unwrap_or(0);
         let sum = check_sum(&*kv)?;
@@ -287,7 +291,9 @@ impl Catalogue for LocalCatalogue {
             let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
             for (key, entry) in &page {
                 let node: Node = parse(key, &entry.value)?;
-                let live = seen.get(&NodeId::of(&node.name)).is_some_and(|until| now < *until);
+                // After a start nobody has been heard of yet: those who were registered get one period.
+                let until = seen.get(&NodeId::of(&node.name)).copied();
+                let live = now < until.unwrap_or(self.started + self.lease);
                 views.push(NodeView { node, live });
             }
         }
@@ -305,7 +311,8 @@ mod tests {
     const LEASE: Duration = Duration::from_secs(10);
 
     fn open(kv: &Arc<MemoryKv>) -> Result<LocalCatalogue, CatalogueError> {
-        LocalCatalogue::open(kv.clone(), SystemClock::new(), Arc::new(SeededEntropy::new(1)), LEASE)
+        let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
+        LocalCatalogue::open(kv.clone(), clock, entropy, LEASE, Epoch::default())
     }
 
     #[tokio::test]
@@ -344,6 +351,22 @@ mod tests {
         assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 3 })));
         kv.apply(Batch::new().put("k/b", b)).unwrap();
         open(&kv).unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_empty_or_older_map_is_not_taken_for_the_clusters() {
+        let open = |kv: &Arc<MemoryKv>, seen| {
+            let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
+            LocalCatalogue::open(kv.clone(), clock, entropy, LEASE, Epoch(seen))
+        };
+        let kv = Arc::new(MemoryKv::new());
+        for _ in 0..2 {
+            let found = open(&kv, 1).err().map(|error| error.kind());
+            assert_eq!(found, Some(Kind::Lost));
+        }
+        open(&kv, 0).unwrap();
+        open(&kv, 1).unwrap();
+        assert!(matches!(open(&kv, 2), Err(CatalogueError::Gone { .. })));
     }
 
     #[tokio::test(start_paused = true)]

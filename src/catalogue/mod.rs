@@ -75,6 +75,16 @@ pub enum CatalogueError {
         /// How many entries there are.
         found: u64,
     },
+    /// It is not the one that this node's cluster had.
+    #[error(
+        "the catalogue's map here is of epoch {found}, this node has seen epoch {seen}: it was lost or is an old one; put its folder back from a backup. Nothing was started and nothing is deleted"
+    )]
+    Gone {
+        /// The highest epoch that the node has seen.
+        seen: Epoch,
+        /// The map's; 0 for an empty one.
+        found: Epoch,
+    },
     /// A record in it does not parse.
     #[error("the catalogue's record {key}: {reason}")]
     Record {
@@ -102,6 +112,7 @@ impl CatalogueError {
             CatalogueError::Unreachable { .. } => Kind::Unavailable,
             CatalogueError::Refused { kind, .. } => *kind,
             CatalogueError::Store(_) => Kind::Io,
+            CatalogueError::Gone { .. } => Kind::Lost,
             CatalogueError::Incomplete { .. } | CatalogueError::Record { .. } => Kind::Corrupt,
             CatalogueError::TooLong { .. } => Kind::Invalid,
         }

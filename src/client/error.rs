@@ -83,6 +83,14 @@ pub enum ClientError {
         /// The path below the output folder.
         path: String,
     },
+    /// A folder where a file has to be, or a file where a folder has to be.
+    #[error("{path} exists and is {found}: restore elsewhere")]
+    InTheWay {
+        /// The path below the output folder.
+        path: String,
+        /// What is there.
+        found: &'static str,
+    },
     /// A shard's file and another's folder have one name.
     #[error("{path} would have to be a file and a folder: restore its shards one by one")]
     PathConflict {
@@ -155,7 +163,7 @@ impl ClientError {
             | ClientError::Range { .. }
             | ClientError::PathConflict { .. } => Kind::Invalid,
             ClientError::Lost { .. } => Kind::Lost,
-            ClientError::FileExists { .. } => Kind::Exists,
+            ClientError::FileExists { .. } | ClientError::InTheWay { .. } => Kind::Exists,
             ClientError::Output { source, .. } => source.kind(),
             ClientError::Input { .. } => Kind::Io,
             ClientError::Call(error) => error.kind(),

@@ -11,13 +11,14 @@ use futures_util::stream::{self, TryStreamExt};
 
 use super::{Client, ClientError, Progress, ProgressFn};
 use crate::format::geometry::StripeCut;
-use crate::format::records::{ShardRoot, ShardState, StripeState};
+use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::{Job, ShardName, Step};
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader};
 use crate::pipeline::records::{self, RecordsError};
 use crate::store::{Disk, DiskError, DiskFile};
 use crate::units::{GRAIN_BYTES, grains};
+use crate::wire::calls::GetState;
 
 /// Stripes planned at once.
 const PLANS_AT_ONCE: usize = 8;
@@ -67,6 +68,7 @@ struct Part {
 }
 
 /// Blocks and grains of one stripe that a range touches.
+#[derive(Clone)]
 struct Slice {
     stripe: u32,
     blocks: Vec<u8>,
@@ -97,6 +99,13 @@ impl Sink for NoSink {
         (self.done)(bytes.len() as u64);
         Ok(())
     }
+}
+
+/// A slice, the state of its stripe that its reader was planned for, and the reader.
+struct Planned {
+    slice: Slice,
+    state: StripeState,
+    reader: StripeReader,
 }
 
 /// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
@@ -172,17 +181,18 @@ impl Client {
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);
         let count: Arc<dyn Fn(u64) + Send + Sync> = Arc::new(move |bytes| {
-            let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            // A stripe whose reading began anew counts twice.
+            let done_bytes = (done.fetch_add(bytes, Ordering::Relaxed) + bytes).min(total_bytes);
             progress(Progress { done_bytes, total_bytes });
         });
         let planned = self.plan(&reading, &parts).await?;
         let (mut replica_stripes, mut decoded_stripes) = (0, 0);
-        for (_, _, reader) in planned.iter().flatten() {
+        for Planned { reader, .. } in planned.iter().flatten() {
             let slot = if reader.decodes() { &mut decoded_stripes } else { &mut replica_stripes };
             *slot += 1;
         }
         let mut opened = Vec::new();
-        let result = self.deliver(&parts, planned, output, &count, &mut opened).await;
+        let result = self.deliver(&reading, &parts, planned, output, &count, &mut opened).await;
         if let Some(output) = output {
             finish_output(output, &parts, &opened, result.is_ok())?;
         }
@@ -230,7 +240,12 @@ impl Client {
             }
             parts.push(Part {
                 key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
-                temporary: format!(".rapidraid-{}", root.shard),
+                // Two restores into one folder never meet in one temporary file.
+                temporary: format!(
+                    ".rapidraid-{}-{:016x}",
+                    root.shard,
+                    self.inner.entropy.below(u64::MAX)
+                ),
                 path: root.name.to_string(),
                 root: Arc::new(root),
                 state,
@@ -250,7 +265,7 @@ impl Client {
         &self,
         reading: &Arc<Reading>,
         parts: &[Part],
-    ) -> Result<Vec<Vec<(Vec<u8>, Range<u64>, StripeReader)>>, ClientError> {
+    ) -> Result<Vec<Vec<Planned>>, ClientError> {
         let (mut lost, mut total) = (Vec::new(), 0);
         let mut planned = Vec::with_capacity(parts.len());
         for part in parts {
@@ -266,8 +281,9 @@ impl Client {
                 let leaves = &leaves;
                 let mut plans = stream::iter(slices)
                     .map(|slice| async move {
-                        let reader = self.plan_slice(reading, part, leaves, &slice).await?;
-                        Ok::<_, ClientError>((slice.blocks, slice.grains, reader))
+                        let state = part.state.stripe(slice.stripe);
+                        let state = state.unwrap_or(StripeState::Replicated);
+                        self.plan_slice(reading, part, leaves, &slice, state).await
                     })
                     .buffered(PLANS_AT_ONCE);
                 while let Some(plan) = plans.next().await {
@@ -283,12 +299,51 @@ impl Client {
         if lost.is_empty() { Ok(planned) } else { Err(ClientError::Lost { lost, total }) }
     }
 
+    /// A reader for a stripe in `state`, or in the state that it has come to meanwhile.
     async fn plan_slice(
         &self,
         reading: &Arc<Reading>,
         part: &Part,
-        leaves: &crate::format::records::Leaves,
+        leaves: &Leaves,
         slice: &Slice,
+        mut state: StripeState,
+    ) -> Result<Planned, ClientError> {
+        loop {
+            match self.plan_in_state(reading, part, leaves, slice, state).await {
+                Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
+                Err(error @ ClientError::Read(ReadError::Lost(_))) => {
+                    state = self.next_state(part, slice.stripe, state).await?.ok_or(error)?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The state that a stripe has come to since it was `known`; `None` when it is the same. A stripe only ever moves forward,
+    /// so that asking again ends.
+    async fn next_state(
+        &self,
+        part: &Part,
+        stripe: u32,
+        known: StripeState,
+    ) -> Result<Option<StripeState>, ClientError> {
+        let Ok(shard) = self.ask(&GetState { shard: part.root.shard }).await else {
+            return Ok(None);
+        };
+        let shard = shard.filter(|shard| !shard.deleting).ok_or_else(|| ClientError::Removed {
+            job: part.root.job.clone(),
+            step: part.root.step,
+        })?;
+        Ok(shard.stripe(stripe).filter(|state| *state != known))
+    }
+
+    async fn plan_in_state(
+        &self,
+        reading: &Arc<Reading>,
+        part: &Part,
+        leaves: &Leaves,
+        slice: &Slice,
+        state: StripeState,
     ) -> Result<StripeReader, ClientError> {
         let (caller, directory) = (&reading.caller, &reading.directory);
         let info = match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await
@@ -304,7 +359,6 @@ impl Client {
             }
             other => other?,
         };
-        let state = part.state.stripe(slice.stripe).unwrap_or(StripeState::Replicated);
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {
                 // Without a receipt the pieces are still there; the decoded bytes are checked all the same.
@@ -318,10 +372,32 @@ impl Client {
         Ok(plan.await?)
     }
 
+    /// Reads a slice. What is gone because the stripe was archived meanwhile is read from its pieces.
+    async fn read_slice(
+        &self,
+        reading: &Arc<Reading>,
+        part: &Part,
+        mut planned: Planned,
+        sink: Arc<dyn Sink>,
+    ) -> Result<(), ClientError> {
+        loop {
+            let Planned { slice, state, reader } = planned;
+            let (grains, range) = (slice.grains.clone(), part.range.clone());
+            let lost = match reader.read(&slice.blocks, grains, range, sink.clone()).await {
+                Err(error @ ReadError::Lost(_)) => error,
+                result => return Ok(result?),
+            };
+            let state = self.next_state(part, slice.stripe, state).await?.ok_or(lost)?;
+            let leaves = records::leaves(&reading.caller, &reading.directory, &part.root).await?;
+            planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
+        }
+    }
+
     async fn deliver(
         &self,
+        reading: &Arc<Reading>,
         parts: &[Part],
-        planned: Vec<Vec<(Vec<u8>, Range<u64>, StripeReader)>>,
+        planned: Vec<Vec<Planned>>,
         output: Option<&RestoreRequest>,
         count: &Arc<dyn Fn(u64) + Send + Sync>,
         opened: &mut Vec<usize>,
@@ -331,8 +407,6 @@ impl Client {
             let sink: Arc<dyn Sink> = match output {
                 Some(output) => {
                     let failed = |source| ClientError::Output { path: part.path.clone(), source };
-                    // Left by a restore that was killed; the name is this save's, so nobody else's.
-                    let _ = output.out.remove(&part.temporary);
                     let file = output.out.create_new(&part.temporary).map_err(failed)?;
                     opened.push(at);
                     Arc::new(FileSink { file, start: part.range.start, done: count.clone() })
@@ -342,14 +416,9 @@ impl Client {
             work.extend(readers.into_iter().map(|reader| (part, sink.clone(), reader)));
         }
         stream::iter(work.into_iter().map(Ok))
-            .try_for_each_concurrent(
-                STRIPES_AT_ONCE,
-                |(part, sink, (blocks, grains, reader))| async move {
-                    Ok::<(), ClientError>(
-                        reader.read(&blocks, grains, part.range.clone(), sink).await?,
-                    )
-                },
-            )
+            .try_for_each_concurrent(STRIPES_AT_ONCE, |(part, sink, planned)| {
+                self.read_slice(reading, part, planned, sink)
+            })
             .await
     }
 }
@@ -357,16 +426,26 @@ impl Client {
 /// Before anything is written: no file is in the way, and no shard's file is another's folder.
 fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<(), ClientError> {
     let files: HashSet<&str> = parts.iter().map(|part| part.path.as_str()).collect();
+    // What cannot be opened may be somebody's all the same.
+    let exists = |path: &str| !matches!(output.out.open(path), Err(DiskError::NotFound { .. }));
+    let is_folder = |path: &str| output.out.list(path).is_ok();
     for part in parts {
         let mut parent = part.path.as_str();
         while let Some((above, _)) = parent.rsplit_once('/') {
             if files.contains(above) {
                 return Err(ClientError::PathConflict { path: above.to_owned() });
             }
+            if exists(above) && !is_folder(above) {
+                return Err(ClientError::InTheWay { path: above.to_owned(), found: "a file" });
+            }
             parent = above;
         }
-        if !output.force && output.out.open(&part.path).is_ok() {
-            return Err(ClientError::FileExists { path: part.path.clone() });
+        let path = part.path.clone();
+        if is_folder(&path) {
+            return Err(ClientError::InTheWay { path, found: "a folder" });
+        }
+        if !output.force && exists(&path) {
+            return Err(ClientError::FileExists { path });
         }
     }
     Ok(())

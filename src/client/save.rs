@@ -65,6 +65,15 @@ pub struct SaveReport {
     pub generation: Generation,
 }
 
+/// Keeps a save's lease until it is dropped, also with the save's own future: a save that nobody waits for ends.
+struct KeptLease(tokio::task::JoinHandle<()>);
+
+impl Drop for KeptLease {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// One save between begin and commit.
 struct Saving {
     client: Client,
@@ -94,14 +103,18 @@ impl Client {
         }
         let mut restarts = 0;
         loop {
-            match self.try_save(job, step, &shards, options, &progress).await {
+            let begin = Begin { job: job.clone(), step, replace: options.replace };
+            let begun = self.ask(&begin).await?;
+            let lease = Duration::from_millis(begun.lease_ms);
+            match self.try_save(job, step, &shards, begun, &progress).await {
                 Err(ClientError::Save(error @ SaveError::NoHolders { .. }))
                     if restarts < RESTARTS =>
                 {
-                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code.
+                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
+                    // that is gone counts as live for one lease more.
                     restarts += 1;
                     tracing::warn!(%error, restarts, "the save begins anew");
-                    self.caller().clock().sleep(Duration::from_secs(2)).await;
+                    self.caller().clock().sleep(lease).await;
                 }
                 result => return result,
             }
@@ -113,7 +126,7 @@ impl Client {
         job: &Job,
         step: Step,
         shards: &[NewShard],
-        options: SaveOptions,
+        begun: BeginAnswer,
         progress: &ProgressFn,
     ) -> Result<SaveReport, ClientError> {
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
@@ -123,8 +136,6 @@ impl Client {
             let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
             progress(Progress { done_bytes, total_bytes });
         };
-        let begin = Begin { job: job.clone(), step, replace: options.replace };
-        let begun = self.ask(&begin).await?;
         let live = begun.nodes.iter().map(|node| NodeView { node: node.clone(), live: true });
         let saving = Saving {
             client: self.clone(),
@@ -136,7 +147,7 @@ impl Client {
         };
         let lease = self.keep_lease(&saving.begun);
         let result = saving.run(shards).await;
-        lease.abort();
+        drop(lease);
         if let Err(error) = &result {
             let abort = Abort { job: job.clone(), step, save: saving.begun.save };
             // What cannot be aborted now is collected when its lease is over.
@@ -157,10 +168,10 @@ impl Client {
         })
     }
 
-    fn keep_lease(&self, begun: &BeginAnswer) -> tokio::task::JoinHandle<()> {
+    fn keep_lease(&self, begun: &BeginAnswer) -> KeptLease {
         let (client, lease) = (self.clone(), begun.lease);
         let period = Duration::from_millis(begun.lease_ms / 3);
-        tokio::spawn(async move {
+        KeptLease(tokio::spawn(async move {
             loop {
                 client.caller().clock().sleep(period).await;
                 if let Err(error) = client.ask(&Keep { lease }).await
@@ -169,7 +180,7 @@ impl Client {
                     return;
                 }
             }
-        })
+        }))
     }
 }
 
@@ -177,6 +188,8 @@ impl Saving {
     async fn run(&self, shards: &[NewShard]) -> Result<Saved, ClientError> {
         let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
         let work = (0u32..).zip(shards).map(|(index, shard)| self.shard(index, count, shard));
+        // Collected, so that the future of a save can be sent to another thread.
+        let work: Vec<_> = work.collect();
         let done: Vec<()> =
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
@@ -262,15 +275,14 @@ impl Saving {
             generation: self.begun.generation,
             bytes: leaves.to_bytes()?,
         };
-        let mut puts = stream::iter(&root.ring)
-            .map(|member| {
-                let call = &call;
-                async move {
-                    let to = self.directory.address(member.node)?;
-                    Some(self.client.caller().call(&to, call).await)
-                }
-            })
-            .buffer_unordered(16);
+        let puts = root.ring.iter().map(|member| {
+            let call = &call;
+            async move {
+                let to = self.directory.address(member.node)?;
+                Some(self.client.caller().call(&to, call).await)
+            }
+        });
+        let mut puts = stream::iter(puts.collect::<Vec<_>>()).buffer_unordered(16);
         let (mut missed, mut last) = (0, None);
         while let Some(put) = puts.next().await {
             if let Some(Err(error)) = put {

@@ -40,12 +40,12 @@ const WHAT: &str = "replica or piece file";
 pub enum Content {
     /// A full copy of a source block.
     Replica {
-        /// The block's number in the stripe, from 1 as in the paper.
+        /// The block's number in the stripe, from 0.
         block: u8,
     },
     /// A coded piece.
     Piece {
-        /// The piece's number, from 1 as in the paper.
+        /// The piece's number, from 0.
         piece: u8,
         /// The archiving that made it.
         attempt: Attempt,
@@ -69,12 +69,12 @@ impl Content {
 pub enum FileName {
     /// A full copy of a source block.
     Replica {
-        /// The block's number.
+        /// The block's number, from 0.
         block: u8,
     },
     /// A coded piece.
     Piece {
-        /// The piece's number.
+        /// The piece's number, from 0.
         piece: u8,
         /// The archiving that made it.
         attempt: Attempt,

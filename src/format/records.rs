@@ -2,6 +2,8 @@
 //!
 //! Every record is sealed by [`envelope`](super::envelope). Shapes change only together with a version, a page and a fixture.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
@@ -325,7 +327,7 @@ impl ShardState {
     pub fn set(&mut self, index: u32, state: StripeState) -> bool {
         let mut runs: Vec<Run> = Vec::with_capacity(self.runs.len() + 2);
         let mut push = |count: u32, state: StripeState| match runs.last_mut() {
-            Some(last) if last.state == state => last.count += count,
+            Some(last) if last.state == state => last.count = last.count.saturating_add(count),
             _ if count == 0 => {}
             _ => runs.push(Run { count, state }),
         };
@@ -438,7 +440,11 @@ impl StripeRecord {
             info.len_bytes == fixed.cut.block_len(block)
                 && info.fingerprints.len() as u64 == crate::units::grains(info.len_bytes)
         };
-        if self.places.len() > usize::from(root.n) || !(0..root.k).zip(&fixed.blocks).all(fits) {
+        let distinct: HashSet<&NodeId> = self.places.iter().collect();
+        if self.places.len() != usize::from(root.n) || distinct.len() != self.places.len() {
+            return Err(wrong("does not name n different nodes"));
+        }
+        if !(0..root.k).zip(&fixed.blocks).all(fits) {
             return Err(wrong("has blocks of other lengths than its shard"));
         }
         Ok(fixed)

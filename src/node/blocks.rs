@@ -14,7 +14,6 @@ use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::format::tree::GrainTree;
 use crate::gf::{Fingerprint, FingerprintKey};
-use crate::id::StripeId;
 use crate::kind::Kind;
 use crate::net::call::{Exchange, address};
 use crate::net::frame::FramedRecv;
@@ -155,17 +154,8 @@ impl Node {
         let finishing = self.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.still_wanted(call.stripe).await?;
+        self.still_wanted(call.stripe.shard.save()).await?;
         Ok(PutBlockAnswer { forwarded })
-    }
-
-    /// What was written while its save was removed goes again: the sweep may have come before it.
-    async fn still_wanted(&self, stripe: StripeId) -> Result<(), Failure> {
-        if self.is_tombstoned(stripe.shard.save()).await? {
-            self.sweep_save(stripe.shard.save()).await?;
-            return Err(failure(Kind::Fenced, format!("stripe {stripe} was removed meanwhile")));
-        }
-        Ok(())
     }
 
     async fn write(&self, mut writer: BlockWriter, chunk: Bytes) -> Result<BlockWriter, Failure> {
@@ -179,10 +169,7 @@ impl Node {
         };
         let (file, answer, mut from, end, _memory) = match prepared {
             Ok(prepared) => prepared,
-            Err(refusal) => {
-                let _ = self.answer::<()>(&mut served, Err(refusal)).await;
-                return;
-            }
+            Err(refusal) => return self.refuse(served, refusal).await,
         };
         if !self.answer(&mut served, Ok(answer)).await {
             return;
@@ -241,9 +228,8 @@ impl Node {
         let key = FileKey { stripe: call.stripe, name: call.file };
         self.on_store(move |store| {
             let why = match store.open_file(key) {
-                // The index is a cache: removing what is not there corrects it.
                 Err(error) if error.kind() == Kind::NotFound => {
-                    store.remove(key)?;
+                    store.correct_index(key)?;
                     return Ok(true);
                 }
                 Ok(file) => match file.scrub().as_slice() {
@@ -260,6 +246,19 @@ impl Node {
     }
 
     pub(super) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
+        let copied = self.copy_replica(&call).await;
+        let is_bad = |error: &Failure| matches!(error.kind, Kind::Corrupt | Kind::NotFound);
+        if copied.as_ref().is_err_and(is_bad) {
+            // The source looks for itself and sets a rotten file aside, so that the coordinator finds it missing.
+            let suspect =
+                Suspect { stripe: call.stripe, file: FileName::Replica { block: call.block } };
+            let _ = self.caller.call(&call.from, &suspect).await;
+        }
+        copied?;
+        self.still_wanted(call.stripe.shard.save()).await
+    }
+
+    async fn copy_replica(&self, call: &Fetch) -> Result<(), Failure> {
         self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             return Err(failure(Kind::Invalid, format!("a block of {} bytes", call.len_bytes)));
@@ -299,30 +298,23 @@ impl Node {
             left -= chunk.len() as u64;
             writer = self.write(writer, chunk).await?;
         }
-        self.on_store(move |_| writer.finish(Some(call.root))).await?;
+        let root = call.root;
+        self.on_store(move |_| writer.finish(Some(root))).await?;
         Ok(())
     }
 
     pub(super) async fn reserve(&self, call: Reserve) -> Result<(), Failure> {
         let order = call.order;
         self.admit_order(order.stripe.shard, order.generation, order.coordinator).await?;
-        let pieces = order.hops.iter().any(|hop| {
-            hop.outputs.iter().any(|output| matches!(output.output, crate::plan::Output::Store(_)))
-        });
-        let space = self.store.space()?;
-        if pieces && space.free_bytes < 2 * order.cut.block_bytes {
-            let text = format!("the disk of node {} has no room for a piece", self.settings.name);
-            return Err(failure(Kind::Busy, text));
-        }
         Ok(self.runs.reserve(order).await?)
     }
 
-    pub(super) async fn run(&self, call: Run) -> Result<RunReport, Failure> {
+    pub(super) async fn run(self: &Arc<Self>, call: Run) -> Result<RunReport, Failure> {
         let Some((stripe, blocks)) = self.runs.inputs(call.run) else {
             return Err(RunError::Unknown.into());
         };
         let result = self.runs.run(call.run).await;
-        self.still_wanted(stripe).await?;
+        self.still_wanted(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
             let rotten = match error {
@@ -333,11 +325,16 @@ impl Node {
                 RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
                 _ => Vec::new(),
             };
-            for block in rotten {
-                // A rotten replica is set aside, so that the coordinator finds it missing and makes it again.
-                let file = FileName::Replica { block };
-                let _ = self.suspect(Suspect { stripe, file }).await;
-            }
+            let node = self.clone();
+            // A rotten replica is set aside, so that the coordinator finds it missing and makes it again. In a task of its own:
+            // the coordinator gives this call up as soon as it hears of any failure, perhaps that of a neighbour.
+            let look = self.tasks.spawn(async move {
+                for block in rotten {
+                    let file = FileName::Replica { block };
+                    let _ = node.suspect(Suspect { stripe, file }).await;
+                }
+            });
+            let _ = look.await;
         }
         Ok(result?)
     }

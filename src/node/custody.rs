@@ -89,6 +89,7 @@ impl Node {
                     told = false;
                 }
             }
+            self.runs.give_back_unused();
             self.clock.sleep(renewal(self.settings.lease)).await;
         }
     }
@@ -187,20 +188,14 @@ impl Node {
             for (key, entry) in &page {
                 let checkpoint: Checkpoint = parse(key, &entry.value)?;
                 let Some((job, step)) = parse_checkpoint_key(key) else { continue };
-                match checkpoint.writing {
-                    Some(Writing::Open { save, lease, .. })
-                        if !catalogue.lease_touch(lease, false).await? =>
-                    {
-                        self.abandon(&*catalogue, &job, step, save, lease).await?;
-                    }
-                    // Seen twice in a row: its gateway is gone, or is at it; publishing twice does no harm.
-                    Some(Writing::Decided { saved }) if decided.contains(&saved.save) => {
-                        self.publish(&job, step, saved).await?;
-                    }
-                    Some(Writing::Decided { saved }) => {
-                        still.insert(saved.save);
-                    }
-                    _ => {}
+                if let Some(Writing::Decided { saved }) = &checkpoint.writing {
+                    still.insert(saved.save);
+                }
+                // What cannot go on now, because nodes are away, holds up no other step.
+                if let Some(writing) = checkpoint.writing
+                    && let Err(error) = self.collect_save(&job, step, writing, decided).await
+                {
+                    tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
                 }
                 for removing in &checkpoint.removing {
                     if let Err(error) = self.removal(&job, step, removing).await {
@@ -211,6 +206,29 @@ impl Node {
         }
         *decided = still;
         Ok(())
+    }
+
+    async fn collect_save(
+        self: &Arc<Self>,
+        job: &Job,
+        step: Step,
+        writing: Writing,
+        decided: &HashSet<SaveId>,
+    ) -> Result<(), Failure> {
+        let catalogue = self.catalogue();
+        match writing {
+            Writing::Open { save, lease, .. } => {
+                if catalogue.lease_touch(lease, false).await? {
+                    return Ok(());
+                }
+                self.abandon(&*catalogue, job, step, save, lease).await
+            }
+            // Seen twice in a row: its gateway is gone, or is at it; publishing twice does no harm.
+            Writing::Decided { saved } if decided.contains(&saved.save) => {
+                self.publish(job, step, saved).await.map(drop)
+            }
+            Writing::Decided { .. } => Ok(()),
+        }
     }
 
     async fn abandon(

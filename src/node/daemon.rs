@@ -6,16 +6,15 @@ use std::sync::Arc;
 use super::{Node, NodeParts, NodeSettings};
 use crate::catalogue::CatalogueError;
 use crate::clock::SystemClock;
+use crate::code::table;
 use crate::config::NodeConfig;
 use crate::entropy::SystemEntropy;
-use crate::id::Epoch;
 use crate::kind::Kind;
 use crate::net::NetError;
 use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::pipeline::workers::Workers;
-use crate::store::kv::Opened;
 use crate::store::{Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, RealDisk, SledKv, Store, StoreError};
 
 /// The folder of the catalogue's map, in the data folder of the node that hosts it.
@@ -45,13 +44,15 @@ pub enum NodeError {
     /// The catalogue's map did not open.
     #[error(transparent)]
     Kv(#[from] KvError),
-    /// The catalogue's map is not the one that was there.
+    /// A configured code cannot be archived into.
     #[error(
-        "the catalogue of this cluster is not in the data folder any more ({opened}): put its folder `catalogue` back from a backup; nothing was started and nothing is deleted"
+        "code {n},{k} is configured, but no certified chain of it is known: `rapidraid code list` shows those that are"
     )]
-    CatalogueGone {
-        /// What was found instead.
-        opened: String,
+    Code {
+        /// n.
+        n: u8,
+        /// k.
+        k: u8,
     },
     /// The network did not.
     #[error(transparent)]
@@ -65,10 +66,9 @@ impl NodeError {
     /// What kind of failure this is.
     pub fn kind(&self) -> Kind {
         match self {
-            NodeError::Identity { .. } => Kind::Invalid,
+            NodeError::Identity { .. } | NodeError::Code { .. } => Kind::Invalid,
             NodeError::Store(error) => error.kind(),
             NodeError::Kv(error) => error.kind(),
-            NodeError::CatalogueGone { .. } => Kind::Lost,
             NodeError::Net(error) => error.kind(),
             NodeError::Catalogue(error) => error.kind(),
         }
@@ -101,11 +101,18 @@ impl Daemon {
                 configured: name(&membership.name, membership.cluster),
             });
         }
+        if let Some(code) =
+            config.codes.iter().find(|code| table::find(code.n.into(), code.k.into()).is_none())
+        {
+            return Err(NodeError::Code { n: code.n, k: code.k });
+        }
         let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
         let (index, _) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), INDEX_CACHE_BYTES)?;
-        let catalogue = if config.serve_catalogue {
-            Some(SledKv::open(&lock, &disk.root().join(CATALOGUE_DIR), INDEX_CACHE_BYTES)?)
+        let catalogue_kv: Option<Arc<dyn Kv>> = if config.serve_catalogue {
+            // An empty map in the place of a damaged one is found out by its epoch.
+            let (kv, _) = SledKv::open(&lock, &disk.root().join(CATALOGUE_DIR), INDEX_CACHE_BYTES)?;
+            Some(Arc::new(kv))
         } else {
             None
         };
@@ -117,16 +124,6 @@ impl Daemon {
             &membership.name,
         )?;
         tracing::info!(?found, "data folder opened");
-        let catalogue_kv = match catalogue {
-            // A node that has seen an epoch was part of a cluster: an empty catalogue would only seem to be its own.
-            Some((_, opened))
-                if opened != Opened::Recovered && store.epoch() > Epoch::default() =>
-            {
-                return Err(NodeError::CatalogueGone { opened: format!("{opened:?}") });
-            }
-            Some((kv, _)) => Some(Arc::new(kv) as Arc<dyn Kv>),
-            None => None,
-        };
         let clock = SystemClock::new();
         let transport =
             QuicTransport::listen(config.listen, &identity, &limits(), clock.clone()).await?;

@@ -128,8 +128,11 @@ impl Node {
         self.dispatch(number, body, served).await;
     }
 
-    async fn refuse(&self, mut served: Served, refusal: Failure) {
-        let _ = self.answer::<()>(&mut served, Err(refusal)).await;
+    pub(super) async fn refuse(&self, mut served: Served, refusal: Failure) {
+        if self.answer::<()>(&mut served, Err(refusal)).await {
+            // Without a clean end the caller would see a reset and lose the reason.
+            let _ = served.send.finish().await;
+        }
         served.recv.stop(Kind::Invalid.wire_code());
     }
 

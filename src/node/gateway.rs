@@ -1,10 +1,11 @@
 //! What clients ask of any node: begin, seal, commit and abort a save; archive, list, show.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use futures_util::stream;
+use futures_util::stream::{self, TryStreamExt};
 use tokio::sync::mpsc;
 
 use super::Node;
@@ -35,7 +36,9 @@ const MAX_REMOVING: usize = 32;
 const MAX_SHARDS: u32 = 65_536;
 /// Shards in one page of an answer.
 const SHARDS_PER_PAGE: usize = 128;
-/// Marks written at once.
+/// Shards whose marks are written at once.
+const SHARDS_AT_ONCE: usize = 8;
+/// Marks of one shard written at once.
 const MARKS_AT_ONCE: usize = 32;
 /// Events kept for a client that watches an archiving.
 const EVENTS: usize = 64;
@@ -169,7 +172,9 @@ impl Node {
     pub(super) async fn seal(&self, call: Seal) -> Result<(), Failure> {
         let root = call.root;
         let geometry = root.geometry()?;
+        let ring: HashSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let fits = root.index < root.shards
+            && ring.len() == root.ring.len()
             && root.shards <= MAX_SHARDS
             && root.shard == ShardId::new(root.save, root.index)
             && (usize::from(root.n)..=MAX_RING).contains(&root.ring.len())
@@ -286,9 +291,9 @@ impl Node {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, saved.save).await?;
         let directory = self.directory().await?;
-        for root in roots {
-            self.mark(&directory, &saved, root).await?;
-        }
+        let (directory, saved) = (&directory, &saved);
+        let marks = roots.into_iter().map(|root| self.mark(directory, saved, root));
+        stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect::<()>().await?;
         let mut superseded = None;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
             if checkpoint.committed.as_ref().is_some_and(|other| other.save == saved.save) {
@@ -311,7 +316,7 @@ impl Node {
             self.remove_later(job.clone(), step, entry);
         }
         tracing::info!(%job, %step, save = %saved.save, bytes = saved.len_bytes, "committed");
-        Ok(saved)
+        Ok(saved.clone())
     }
 
     /// Marks of one shard on its ring: all but k-1 nodes at most must have one.
@@ -470,10 +475,7 @@ impl Node {
     pub(super) async fn archive(self: &Arc<Self>, body: &[u8], mut served: Served) {
         let call = match parse_request::<Archive>(body) {
             Ok(call) => call,
-            Err(error) => {
-                let _ = self.answer::<ArchiveEvent>(&mut served, Err(error.into())).await;
-                return;
-            }
+            Err(error) => return self.refuse(served, error.into()).await,
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
         let (coordinator, stop) = (self.coordinator(), self.stop.clone());

@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use super::Node;
 use super::failure::failure;
 use crate::format::records::{Fence, Record, Tombstone};
-use crate::id::{Generation, NodeId, SaveId, ShardId};
+use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::Kind;
 use crate::store::{Scope, Store};
 use crate::wire::Failure;
@@ -65,6 +65,7 @@ impl Node {
                 format!("node {name} stores no data (storage = false)"),
             ));
         }
+        self.check_epoch(generation.epoch).await?;
         self.admit_save(shard, generation).await?;
         let mark = self.on_store(move |store| store.get_small(Scope::Shard(shard), MARK)).await?;
         match mark {
@@ -74,6 +75,20 @@ impl Node {
             )),
             None => Ok(()),
         }
+    }
+
+    /// A client names an epoch and cannot raise one: a wrong number would shut this node out of its own cluster for good.
+    async fn check_epoch(&self, epoch: Epoch) -> Result<(), Failure> {
+        if epoch <= self.store.epoch() {
+            return Ok(());
+        }
+        // Registering tells the catalogue's epoch, which a node that has just started may not know yet.
+        let answer = self.catalogue().register(&self.record()).await?;
+        if epoch > answer.epoch {
+            let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
+            return Err(failure(Kind::Invalid, text));
+        }
+        Ok(())
     }
 
     /// For an owner's orders: refuses a generation that is over, and makes a newer one durable before it is obeyed.
@@ -103,6 +118,7 @@ impl Node {
         // One at a time per node: two orders must not both read the old fence.
         let next = Fence { generation, holder };
         let fence = self.on_store(move |store| raise_fence(store, shard, next)).await?;
+        self.still_wanted(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         if fences.len() >= super::MAX_CACHED_TOMBSTONES {
             fences.clear();

@@ -13,7 +13,7 @@ mod marks;
 mod records;
 mod removal;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -125,6 +125,7 @@ pub struct Node {
     runs: Runs,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
+    sweeping: Mutex<HashSet<SaveId>>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -146,9 +147,9 @@ impl Node {
         let caller = Caller::new(pool, clock.clone(), CALL_LIMIT);
         let local = match catalogue_kv {
             Some(kv) => {
-                let local =
-                    LocalCatalogue::open(kv, clock.clone(), entropy.clone(), settings.lease)?;
-                Some(Arc::new(local))
+                let (clock, entropy) = (clock.clone(), entropy.clone());
+                let seen = store.epoch();
+                Some(Arc::new(LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)?))
             }
             None => None,
         };
@@ -179,6 +180,7 @@ impl Node {
             runs,
             fences: Mutex::default(),
             tombstones: Mutex::default(),
+            sweeping: Mutex::default(),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -299,6 +301,7 @@ impl Node {
         if cache.len() >= MAX_CACHED_TOMBSTONES {
             cache.clear();
         }
-        cache.insert(save, is_there);
+        // A tombstone may come between the look at the disk and this: what is buried stays so.
+        *cache.entry(save).or_default() |= is_there;
     }
 }

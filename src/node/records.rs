@@ -62,7 +62,8 @@ impl Node {
             }
         }
         let (scope, name) = place_of(call.shard, call.record);
-        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await
+        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await?;
+        self.still_wanted(call.shard.save()).await
     }
 
     pub(super) async fn get_record(&self, call: GetRecord) -> Result<Option<Vec<u8>>, Failure> {
@@ -75,7 +76,8 @@ impl Node {
         check_stripe_record(&call.bytes, call.stripe)?;
         let (shard, index) = (call.stripe.shard, call.stripe.index);
         let (scope, name) = place_of(shard, RecordName::Stripe { index });
-        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await
+        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await?;
+        self.still_wanted(shard.save()).await
     }
 
     pub(super) async fn put_mark(&self, call: PutMark) -> Result<(), Failure> {
@@ -85,7 +87,8 @@ impl Node {
         }
         let shard = mark.root.shard;
         self.admit_save(shard, mark.saved.generation).await?;
-        self.on_store(move |store| store.put_small(Scope::Shard(shard), MARK, &call.bytes)).await
+        self.on_store(move |store| store.put_small(Scope::Shard(shard), MARK, &call.bytes)).await?;
+        self.still_wanted(shard.save()).await
     }
 
     /// A receipt names this node's piece only if the piece is here.
@@ -95,7 +98,7 @@ impl Node {
             return Err(failure(Kind::Denied, "a receipt of another cluster"));
         }
         self.admit_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
-        let me = self.id;
+        let (me, save) = (self.id, receipt.stripe.shard.save());
         self.on_store(move |store| {
             check_pieces(store, me, &receipt)?;
             let scope = Scope::Stripe(receipt.stripe);
@@ -103,7 +106,8 @@ impl Node {
                 .put_small(scope, &receipt_name(receipt.attempt), &call.bytes)
                 .map_err(Failure::from)
         })
-        .await
+        .await?;
+        self.still_wanted(save).await
     }
 
     pub(super) async fn put_tombstone(&self, call: PutTombstone) -> Result<(), Failure> {

@@ -1,7 +1,8 @@
 //! Removing saves that were deleted, aborted or superseded: fence the shards, tombstone, sweep, forget
 //! (docs/semantics.md, 5).
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream;
@@ -14,12 +15,15 @@ use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, Removing, ShardRoot, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
+use crate::net::call::address;
 use crate::pipeline::archive::shard_roots;
 use crate::store::{Scope, Store};
 use crate::topology::Directory;
 use crate::wire::calls::{PutTombstone, RemoveAnswer, Sweep};
 use crate::wire::{Call, Failure};
 
+/// A node with many small files takes long to remove them.
+const SWEEP_LIMIT: Duration = Duration::from_secs(60);
 /// Nodes asked at once.
 const AT_ONCE: usize = 32;
 /// Shards or stripes listed at a time.
@@ -80,7 +84,7 @@ impl Node {
         stream::iter(nodes.iter().copied())
             .map(|node| async move {
                 let to = directory.address(node)?;
-                match self.caller.call(&to, call).await {
+                match self.caller.call_within(&address(&to), call, SWEEP_LIMIT).await {
                     Ok(_) => Some(node),
                     Err(error) => {
                         tracing::info!(node = %to.name, %error, "a removal waits for this node");
@@ -134,9 +138,24 @@ impl Node {
         self.sweep_save(call.save).await
     }
 
-    /// The sweep itself; the caller has seen the tombstone.
+    /// The sweep itself; the caller has seen the tombstone. One at a time per save: a long one is waited for by asking again.
     pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
-        self.on_store(move |store| sweep_files(store, save)).await
+        let sweeping = || self.sweeping.lock().unwrap_or_else(PoisonError::into_inner);
+        if !sweeping().insert(save) {
+            return Err(failure(Kind::Busy, format!("save {save} is being swept here: ask again")));
+        }
+        let swept = self.on_store(move |store| sweep_files(store, save)).await;
+        sweeping().remove(&save);
+        swept
+    }
+
+    /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.
+    pub(super) async fn still_wanted(&self, save: SaveId) -> Result<(), Failure> {
+        if self.is_tombstoned(save).await? {
+            self.sweep_save(save).await?;
+            return Err(failure(Kind::Fenced, format!("save {save} was removed meanwhile")));
+        }
+        Ok(())
     }
 
     /// Removes what `entry` names in the background.

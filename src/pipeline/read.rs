@@ -36,10 +36,15 @@ const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 const PATIENT_LIMIT: Duration = Duration::from_secs(6);
 /// A source that gives nothing for so long is left out.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
+/// The same for the answer to an open: a busy node may let a reader wait for memory.
+const OPEN_LIMIT: Duration = Duration::from_secs(12);
+/// Tries to open a file on a node that says it is busy, and the wait between them.
+const OPEN_TRIES: u32 = 5;
+const BUSY_WAIT: Duration = Duration::from_millis(500);
 
-/// Where restored bytes go. Blocking; ranges come in any order, each byte once.
+/// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at `offset` of the shard.
+    /// Writes `bytes` at `offset` of the shard. The same bytes may come again when a stripe's reading begins anew.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
@@ -176,16 +181,20 @@ pub struct StripeReader {
     way: Way,
 }
 
-/// One open file, read grain by grain.
+/// One open file, read grain by grain. A block past the shard's end has none, and is all zero.
 struct OpenFile {
     holding: Holding,
-    exchange: Exchange,
-    tree: GrainTree,
+    open: Option<(Exchange, GrainTree)>,
 }
 
 /// Why a round of reading ended: a source is out, or it is over for good.
 enum Stop {
-    Source(Holding, String),
+    /// A source does not answer, or not in time; or, `rotten`, gave bytes that are not what they should be.
+    Source {
+        holding: Holding,
+        reason: String,
+        rotten: bool,
+    },
     Fatal(ReadError),
 }
 
@@ -309,8 +318,8 @@ impl StripeReader {
             match round {
                 Ok(()) => {}
                 Err(Stop::Fatal(error)) => return Err(error),
-                Err(Stop::Source(holding, reason)) => {
-                    self.left_out(&holding, &reason);
+                Err(Stop::Source { holding, reason, rotten }) => {
+                    self.left_out(&holding, &reason, rotten);
                     sources.retain(|source| *source != holding);
                 }
             }
@@ -343,7 +352,8 @@ impl StripeReader {
             let (fetched, delivered) = tokio::join!(fetch, deliver);
             match delivered {
                 Err(ReadError::Decoded { .. }) => {
-                    return Err(Stop::Source(source, "its bytes are not what was saved".into()));
+                    let reason = "its bytes are not what was saved".into();
+                    return Err(Stop::Source { holding: source, reason, rotten: true });
                 }
                 other => other?,
             }
@@ -365,17 +375,10 @@ impl StripeReader {
             match self.pieces_round(blocks, &mut next, grains.end, range, sink).await {
                 Ok(()) => return Ok(()),
                 Err(Stop::Fatal(error)) => return Err(error),
-                Err(Stop::Source(holding, reason)) => {
-                    self.left_out(&holding, &reason);
-                    let Way::Pieces { code, pieces, .. } = &mut self.way else { continue };
-                    pieces.retain(|_, piece| *piece != holding);
-                    if pieces.len() < code.k() {
-                        return Err(ReadError::Lost(Lost {
-                            shard: self.root.name.to_string(),
-                            stripe: self.info.fixed.stripe.index,
-                            needs: format!("{} good pieces", code.k()),
-                            missing: vec![format!("only {} are left", pieces.len())],
-                        }));
+                Err(Stop::Source { holding, reason, rotten }) => {
+                    self.left_out(&holding, &reason, rotten);
+                    if let Way::Pieces { pieces, .. } = &mut self.way {
+                        pieces.retain(|_, piece| *piece != holding);
                     }
                 }
             }
@@ -394,11 +397,25 @@ impl StripeReader {
         let cut = self.info.fixed.cut;
         let available: Vec<usize> = pieces.keys().copied().collect();
         let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
-        let program = Arc::new(reconstruct(code, &available, &wanted)?);
+        let too_few = |_| Lost {
+            shard: self.root.name.to_string(),
+            stripe: self.info.fixed.stripe.index,
+            needs: format!("{} good pieces that span", code.k()),
+            missing: vec![format!("only {} pieces are left", available.len())],
+        };
+        let program =
+            reconstruct(code, &available, &wanted).map_err(too_few).map_err(ReadError::Lost)?;
+        let program = Arc::new(program);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
-        let opens =
-            sources.iter().map(|&source| self.open(source, *next..end, self.file_len(source)));
+        let (from, until) = (*next, end);
+        let opens = sources.iter().map(|&source| async move {
+            match self.file_len(source) {
+                // A block past the shard's end: nobody has a file of it.
+                0 => Ok(None),
+                len => self.open(source, from..until, len).await.map(Some),
+            }
+        });
         let mut files = try_join_all(opens).await?;
         let mut ready = Some(self.grains(&mut files, *next).await?);
         while let Some(inputs) = ready.take() {
@@ -458,12 +475,12 @@ impl StripeReader {
         Ok(())
     }
 
-    fn left_out(&self, holding: &Holding, reason: &str) {
+    fn left_out(&self, holding: &Holding, reason: &str, rotten: bool) {
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
-        if let Some(to) = self.reading.directory.address(holding.node) {
+        if let Some(to) = self.reading.directory.address(holding.node).filter(|_| rotten) {
             // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
             let (caller, file) = (self.reading.caller.clone(), holding.file);
             tokio::spawn(async move {
@@ -481,9 +498,12 @@ impl StripeReader {
     }
 
     async fn open(&self, holding: Holding, grains: Range<u64>, len: u64) -> Result<OpenFile, Stop> {
-        let stop = |reason: String| Stop::Source(holding, reason);
+        if len == 0 {
+            return Ok(OpenFile { holding, open: None });
+        }
+        let stop = |reason: String, rotten| Stop::Source { holding, reason, rotten };
         let to = self.reading.directory.address(holding.node);
-        let to = address(&to.ok_or_else(|| stop("it is not registered".into()))?);
+        let to = address(&to.ok_or_else(|| stop("it is not registered".into(), false))?);
         let from = (grains.start * GRAIN_BYTES).min(len);
         let end = (grains.end * GRAIN_BYTES).min(len);
         let call = Read {
@@ -493,45 +513,60 @@ impl StripeReader {
             len_bytes: end - from,
             hashes: true,
         };
-        let work = async {
-            let mut exchange = self.reading.caller.open(&to, &call).await?;
-            exchange.finish().await?;
-            let answer: ReadAnswer = exchange.answer().await?;
-            Ok::<_, CallError>((exchange, answer))
+        let clock = &**self.reading.caller.clock();
+        let mut tries = 0;
+        let (exchange, answer) = loop {
+            tries += 1;
+            let work = async {
+                let mut exchange = self.reading.caller.open(&to, &call).await?;
+                exchange.finish().await?;
+                let answer: ReadAnswer = exchange.answer().await?;
+                Ok::<_, CallError>((exchange, answer))
+            };
+            match deadline(clock, OPEN_LIMIT, work).await {
+                Ok(Ok(opened)) => break opened,
+                // A node that serves many readers says so; it has the bytes all the same.
+                Ok(Err(error)) if error.kind() == Kind::Busy && tries < OPEN_TRIES => {
+                    clock.sleep(BUSY_WAIT).await;
+                }
+                Ok(Err(error)) => {
+                    return Err(stop(error.to_string(), error.kind() == Kind::Corrupt));
+                }
+                Err(late) => return Err(stop(late.to_string(), false)),
+            }
+        };
+        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
+            .map_err(|error| stop(error.to_string(), true))?;
+        if answer.len_bytes != len || tree.root() != holding.root {
+            return Err(stop("its hashes are not those of the record".into(), true));
+        }
+        Ok(OpenFile { holding, open: Some((exchange, tree)) })
+    }
+
+    /// The next grain of a file, verified by its hash; empty past its end.
+    async fn grain(&self, file: &mut OpenFile, grain: u64, len: u64) -> Result<Bytes, Stop> {
+        let holding = file.holding;
+        let stop = |reason: String, rotten| Stop::Source { holding, reason, rotten };
+        let want = len.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
+        let Some((exchange, tree)) = file.open.as_mut().filter(|_| want > 0) else {
+            return Ok(Bytes::new());
         };
         let clock = &**self.reading.caller.clock();
-        let opened =
-            deadline(clock, STALL_LIMIT, work).await.map_err(|late| stop(late.to_string()))?;
-        let (exchange, answer) = opened.map_err(|error| stop(error.to_string()))?;
-        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
-            .map_err(|error| stop(error.to_string()))?;
-        if answer.len_bytes != len || tree.root() != holding.root {
-            return Err(stop("its hashes are not those of the record".into()));
-        }
-        Ok(OpenFile { holding, exchange, tree })
-    }
-
-    /// The next grain of a file, verified by its hash and padded to the piece's length.
-    async fn grain(&self, file: &mut OpenFile, grain: u64, len: u64) -> Result<Bytes, Stop> {
-        let stop = |reason: String| Stop::Source(file.holding, reason);
-        let want = len.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
-        if want == 0 {
-            return Ok(Bytes::new());
-        }
-        let clock = &**self.reading.caller.clock();
-        let read = deadline(clock, STALL_LIMIT, file.exchange.recv.read_exact(want)).await;
-        let read = read.map_err(|late| stop(late.to_string()))?;
-        let bytes = read.map_err(|error| stop(error.to_string()))?;
-        if file.tree.verify_grain(grain, &bytes) {
+        let read = deadline(clock, STALL_LIMIT, exchange.recv.read_exact(want)).await;
+        let read = read.map_err(|late| stop(late.to_string(), false))?;
+        let bytes = read.map_err(|error| stop(error.to_string(), false))?;
+        if tree.verify_grain(grain, &bytes) {
             Ok(bytes)
         } else {
-            Err(stop(format!("grain {grain} is corrupt")))
+            Err(stop(format!("grain {grain} is corrupt"), true))
         }
     }
 
-    async fn grains(&self, files: &mut [OpenFile], grain: u64) -> Result<Vec<Bytes>, Stop> {
+    /// One grain of each source, padded; `None` is one that is all zero.
+    async fn grains(&self, files: &mut [Option<OpenFile>], grain: u64) -> Result<Vec<Bytes>, Stop> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
+            let Some(file) = file else { return Ok(vec![0; padded].into()) };
             let len = self.file_len(file.holding);
             let bytes = self.grain(file, grain, len).await?;
             if bytes.len() == padded {
@@ -667,7 +702,7 @@ fn pieces_of(
             if let Some(node) = held.keys().next() {
                 let (node, file) = (*node, FileName::Replica { block });
                 let root = *blake3::hash(&[]).as_bytes();
-                pieces.insert(block.into(), Holding { node, file, root });
+                pieces.entry(block.into()).or_insert(Holding { node, file, root });
             }
         }
     }

@@ -1,7 +1,7 @@
 //! A node's part of a plan: admission before the first byte, then all its hops at once, then the proof of its pieces.
 //!
-//! An admitted part holds its whole working set; it gives it back when it ends, is released, or when its coordinator is not
-//! heard of for [`ADMISSION_LIMIT`]. Streams may arrive from the moment of admission.
+//! An admitted part holds its whole working set; it gives it back when it ends, is released, or when nobody has run it for
+//! [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +20,7 @@ use crate::code::{Code, table};
 use crate::format::file::FileKey;
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
-use crate::id::StripeId;
+use crate::id::{NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::{FramedRecv, write_frame};
@@ -31,8 +31,11 @@ use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
 use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
 
-/// How long a reservation waits for memory, and how long an admitted part waits for its order to run.
+/// How long a reservation waits for memory.
 pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);
+/// An admitted part that nobody runs for so long is given back: its coordinator is gone. Other nodes may have been asked
+/// after this one, and each may have taken its time.
+pub const UNUSED_LIMIT: Duration = Duration::from_secs(20);
 /// The most parts admitted at once.
 const MAX_RUNS: usize = 256;
 
@@ -53,6 +56,16 @@ pub enum RunError {
     Busy {
         /// What it needs.
         needed_bytes: u64,
+    },
+    /// No room for a piece.
+    #[error(
+        "the disk of node {node} has no {room_bytes} bytes free for a piece: remove checkpoints, or add disk"
+    )]
+    NoRoom {
+        /// The node.
+        node: NodeId,
+        /// What has to be free.
+        room_bytes: u64,
     },
     /// It never will be.
     #[error(transparent)]
@@ -81,7 +94,7 @@ impl RunError {
     pub fn kind(&self) -> Kind {
         match self {
             RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
-            RunError::Busy { .. } => Kind::Busy,
+            RunError::Busy { .. } | RunError::NoRoom { .. } => Kind::Busy,
             RunError::Unknown => Kind::NotFound,
             RunError::Hop { source, .. } => source.kind(),
             RunError::Store(error) => error.kind(),
@@ -149,6 +162,11 @@ fn check(order: &Order) -> Result<Code, RunError> {
     if cut.len_bytes > cut.block_bytes * u64::from(cut.k) || order.hops.len() > MAX_HOPS {
         return refuse("its numbers are out of bounds");
     }
+    let is_kept =
+        |&(piece, block): &(u8, u8)| usize::from(piece) < code.n() && usize::from(block) < code.k();
+    if order.kept.len() > code.k() || !order.kept.iter().all(is_kept) {
+        return refuse("what it keeps does not fit its code");
+    }
     for hop in &order.hops {
         let range = hop.grains.0 < hop.grains.1 && hop.grains.1 <= grains;
         let edges = (1..=MAX_HOP_EDGES).contains(&hop.inputs.len())
@@ -196,22 +214,32 @@ impl Runs {
         table.arriving.retain(|(of, _), _| *of != run);
     }
 
+    /// Gives back what was admitted and nobody ran. Also to be called when nothing else is admitted.
+    pub fn give_back_unused(&self) {
+        let now = self.clock.now();
+        let mut table = self.table();
+        let is_unused = |part: &Admitted| now > part.admitted_at + UNUSED_LIMIT;
+        let unused = table.admitted.iter().filter(|(_, part)| is_unused(part));
+        let unused: Vec<[u8; 16]> = unused.map(|(run, _)| *run).collect();
+        unused.into_iter().for_each(|run| Self::forget(&mut table, run));
+    }
+
     /// Admits a part: all memory that it will ever use is taken here.
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
         let code = check(&order)?;
         let needed_bytes = order_bytes(&order);
+        // Twice, so that the last piece does not fill the disk to the brim. `check` bounds the length.
+        let room_bytes = 2 * order.cut.block_bytes;
+        if !pieces_of(&order).is_empty() && self.store.space()?.free_bytes < room_bytes {
+            return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
+        }
+        // First what nobody uses goes back: it may be all there is.
+        self.give_back_unused();
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
         let now = self.clock.now();
         let mut table = self.table();
-        let expired: Vec<[u8; 16]> = table
-            .admitted
-            .iter()
-            .filter(|(_, part)| now > part.admitted_at + 2 * ADMISSION_LIMIT)
-            .map(|(run, _)| *run)
-            .collect();
-        expired.into_iter().for_each(|run| Self::forget(&mut table, run));
         if table.admitted.len() >= MAX_RUNS || table.admitted.contains_key(&order.run) {
             return Err(RunError::Busy { needed_bytes });
         }
@@ -421,5 +449,64 @@ struct Forget<'a> {
 impl Drop for Forget<'_> {
     fn drop(&mut self) {
         Runs::forget(&mut self.runs.table(), self.run);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::SystemClock;
+    use crate::format::geometry::Geometry;
+    use crate::id::{Attempt, ClusterId, Generation, NodeId, ShardId};
+    use crate::net::memory::MemoryNetwork;
+    use crate::net::pool::Pool;
+    use crate::net::{Peer, Role};
+    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+    use crate::wire::order::{Codec, InputOrder, OutputOrder};
+
+    fn order(run: u8) -> Order {
+        let cut = Geometry::checked(1000, GRAIN_BYTES, 6, 4).unwrap().stripe(0).unwrap();
+        let input = InputOrder { input: Input::Block(0), expected: vec![Fingerprint::ZERO] };
+        let output = OutputOrder { output: Output::Store(0), to: None };
+        let hop = HopOrder {
+            grains: (0, 1),
+            inputs: vec![input],
+            outputs: vec![output],
+            matrix: vec![vec![1]],
+        };
+        Order {
+            run: [run; 16],
+            stripe: StripeId { shard: ShardId([1; 16]), index: 0 },
+            attempt: Attempt([2; 16]),
+            generation: Generation::default(),
+            coordinator: NodeId(1),
+            code: table::find(6, 4).unwrap().id(),
+            cut,
+            fingerprint_key: [3; 32],
+            codec: Codec::Kernel,
+            hops: vec![hop],
+            kept: Vec::new(),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_a_lost_coordinator_reserved_is_given_to_the_next() {
+        let disk = Arc::new(MemoryDisk::new(1 << 20));
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let (name, kv) = ("node-1".parse().unwrap(), Arc::new(MemoryKv::new()));
+        let (store, _) = Store::open(disk, lock, kv, ClusterId([4; 16]), &name).unwrap();
+        let transport = MemoryNetwork::new().join(Peer { role: Role::Node, name }, "node-1:7440");
+        let clock = SystemClock::new();
+        let pool = Pool::new(Arc::new(transport), clock.clone());
+        let caller = Caller::new(pool, clock.clone(), ADMISSION_LIMIT);
+        let memory = Budget::new("archive", order_bytes(&order(1)).next_multiple_of(4096));
+        let runs = Runs::new(store, Workers::inline(), caller, clock, memory.clone());
+        runs.reserve(order(1)).await.unwrap();
+        assert!(matches!(runs.reserve(order(2)).await, Err(RunError::Busy { .. })));
+        tokio::time::advance(UNUSED_LIMIT).await;
+        runs.reserve(order(3)).await.unwrap();
+        assert!(matches!(runs.run([1; 16]).await, Err(RunError::Unknown)));
+        runs.release([3; 16]);
+        assert_eq!(memory.used_bytes(), 0);
     }
 }

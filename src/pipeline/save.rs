@@ -32,6 +32,8 @@ const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
 const BLOCKS_AT_ONCE: usize = 6;
 /// A holder that takes or answers nothing for so long has failed.
 const STALL_LIMIT: Duration = Duration::from_secs(20);
+/// Wait before holders that refused are asked once more.
+const BUSY_WAIT: Duration = Duration::from_secs(1);
 /// Rounds of replacing holders that failed.
 const ROUNDS: usize = 3;
 
@@ -171,12 +173,12 @@ impl Upload {
         let mut todo: BTreeSet<usize> = (0..k).collect();
         for round in 0..=ROUNDS {
             let now: &[NodeId] = places;
-            let mut running = stream::iter(todo.iter().copied())
-                .map(|block| async move {
-                    let holders = (now[block], now[block + step]);
-                    (block, self.block(stripe, &cut, block as u8, holders).await)
-                })
-                .buffer_unordered(BLOCKS_AT_ONCE);
+            let sends = todo.iter().map(|&block| async move {
+                let holders = (now[block], now[block + step]);
+                (block, self.block(stripe, &cut, block as u8, holders).await)
+            });
+            let mut running =
+                stream::iter(sends.collect::<Vec<_>>()).buffer_unordered(BLOCKS_AT_ONCE);
             let mut failures: Vec<Failed> = Vec::new();
             let mut done = Vec::new();
             while let Some((block, result)) = running.next().await {
@@ -202,6 +204,11 @@ impl Upload {
             if todo.is_empty() {
                 let blocks = blocks.into_iter().flatten().collect();
                 return Ok(StripeFixed { stripe, cut, blocks });
+            }
+            if round == 0 && failures.iter().all(|failed| !failed.error.is_unanswered()) {
+                // They answered: a holder that is short of memory now is no reason to look for another.
+                self.caller.clock().sleep(BUSY_WAIT).await;
+                continue;
             }
             if round == ROUNDS {
                 spares.clear();

@@ -1,7 +1,7 @@
 //! The symbolic check: unit vectors are pushed through a plan and compared with the generator. It runs before every
 //! plan runs, and gives each stream's vector, from which the fingerprints on every edge follow.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, Plan, StreamNo};
 use crate::code::Code;
@@ -52,6 +52,14 @@ pub enum PlanError {
         output: Output,
         /// Its length.
         grains: u64,
+    },
+    /// Two pieces on one node would be lost together.
+    #[error("{pieces} pieces would lie on {distinct} nodes")]
+    Homes {
+        /// How many different nodes.
+        distinct: usize,
+        /// How many pieces.
+        pieces: usize,
     },
 }
 
@@ -239,6 +247,11 @@ fn check_goal(plan: &Plan, code: &Code, goal: Goal<'_>) -> Result<(), PlanError>
     };
     match goal {
         Goal::Archive => {
+            let homes: HashSet<_> =
+                (0..code.n() as u8).filter_map(|piece| plan.home(piece)).collect();
+            if homes.len() != code.n() {
+                return Err(PlanError::Homes { distinct: homes.len(), pieces: code.n() });
+            }
             for piece in 0..code.n() as u8 {
                 let output = Output::Store(piece);
                 let coverage = PlanError::Coverage { output, grains: whole };

@@ -6,7 +6,7 @@ mod star;
 
 pub use chain::chain;
 pub use read::direct_read;
-pub use star::{Coder, best_star, naive_star, striped_star};
+pub use star::{best_star, naive_star, striped_star};
 
 use crate::code::Code;
 use crate::format::geometry::StripeCut;

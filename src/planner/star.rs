@@ -1,6 +1,6 @@
 //! Stars: one node (or one a range) gathers k blocks and makes the n-k parity pieces of the classical code.
 //!
-//! Pieces 1..k are one replica of each block, left where it is. Three variants:
+//! The first k pieces are one replica of each block, left where it is. Three variants:
 //! - *naive* (the paper's baseline): the coder fetches all k blocks whatever it holds, and keeps one parity piece;
 //! - *best*: the coder sits on a node with two blocks, fetches the others and keeps one parity piece (9 down, 4 up at (16,11));
 //! - *striped*: the coder rotates over ranges of grains.
@@ -8,10 +8,6 @@
 use super::{PlannerError, Subject};
 use crate::code::Code;
 use crate::plan::{Hop, Input, Output, Plan, StreamNo};
-
-/// Which position codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Coder(pub usize);
 
 /// Where the k systematic pieces stay and the n-k parity pieces go.
 struct Homes {

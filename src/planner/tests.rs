@@ -128,6 +128,8 @@ fn a_plan_with_one_wrong_number_is_refused() {
         });
     });
     assert!(matches!(twice, PlanError::Coverage { .. }), "{twice}");
+    let crowded = refused(&|plan| plan.hops[1].node = plan.hops[0].node);
+    assert_eq!(crowded, PlanError::Homes { distinct: 5, pieces: 6 });
     let circle = refused(&|plan| {
         plan.hops[0].inputs.push(crate::plan::Input::Stream(90));
         plan.hops[0].matrix.iter_mut().for_each(|row| row.push(0));

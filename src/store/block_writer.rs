@@ -21,7 +21,7 @@ pub type Fingerprint = Box<dyn FnMut(u64, &[u8]) + Send>;
 pub struct BlockSpec {
     /// The stripe.
     pub stripe: StripeId,
-    /// The block's number, from 1.
+    /// The block's number, from 0.
     pub block: u8,
     /// The layout of the stripe.
     pub layout: u8,

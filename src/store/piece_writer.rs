@@ -29,7 +29,7 @@ pub const PIECE_WRITER_BYTES: u64 =
 pub struct PieceSpec {
     /// The stripe.
     pub stripe: StripeId,
-    /// The piece's number, from 1.
+    /// The piece's number, from 0.
     pub piece: u8,
     /// The archiving that makes it.
     pub attempt: Attempt,

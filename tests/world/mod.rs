@@ -1,5 +1,10 @@
 //! A cluster in one process: the node and client code over disks, maps and a network in memory.
+//!
+//! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
 #![allow(dead_code)] // each test binary uses its part
+
+pub mod look;
+pub mod raw;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,14 +53,15 @@ pub fn address(index: usize) -> String {
 impl World {
     /// `count` storage nodes, numbered from 1; node 0 hosts the catalogue and stores nothing.
     pub async fn start(count: usize, codes: &[(u8, u8)], block_bytes: u64) -> Self {
-        Self::start_with(count, codes, block_bytes, Duration::from_secs(10)).await
+        Self::with_memory(count, codes, block_bytes, 256 << 20).await
     }
 
-    pub async fn start_with(
+    /// The same with daemons of `memory_bytes`.
+    pub async fn with_memory(
         count: usize,
         codes: &[(u8, u8)],
         block_bytes: u64,
-        lease: Duration,
+        memory_bytes: u64,
     ) -> Self {
         let machines = (0..=count).map(|index| Machine {
             name: format!("node{index:02}").parse().unwrap(),
@@ -68,9 +74,9 @@ impl World {
             machines: machines.collect(),
             nodes: BTreeMap::new(),
             block_bytes,
-            memory_bytes: 256 << 20,
+            memory_bytes,
             codes: codes.to_vec(),
-            lease,
+            lease: Duration::from_secs(10),
             clients: std::cell::Cell::new(0),
         };
         for index in 0..=count {
@@ -202,6 +208,14 @@ pub async fn restore(
     let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
     let report = client.restore(&job(), Some(Step(step)), request, quiet()).await?;
     Ok((out, report))
+}
+
+/// Why a restore is refused.
+pub async fn restore_error(client: &Client, step: u64) -> rapidraid::client::ClientError {
+    match restore(client, step).await {
+        Ok((_, report)) => panic!("restored: {report:?}"),
+        Err(error) => error,
+    }
 }
 
 pub fn read_file(disk: &dyn Disk, path: &str) -> Vec<u8> {

@@ -1,0 +1,608 @@
+//! What nodes refuse: calls by the wrong role, orders that are over, messages that are none, numbers out of all bounds.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use rapidraid::code::table;
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::format::geometry::StripeCut;
+use rapidraid::format::records::{
+    CommitMark, Leaves, Receipt, Record, RemoveReason, ShardRoot, Tombstone,
+};
+use rapidraid::gf::Fingerprint;
+use rapidraid::id::{Attempt, Epoch, Generation, NodeId, ShardId, Step, StripeId};
+use rapidraid::kind::Kind;
+use rapidraid::net::call::CallError;
+use rapidraid::net::frame::FramedRecv;
+use rapidraid::net::{NetError, Role};
+use rapidraid::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output};
+use rapidraid::wire::calls::{
+    ALL, CatalogueSet, Drop, Fetch, Hello, LeaseRevoke, NodeStatus, PlanChoice, PutBlock, PutMark,
+    PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName, Register, Release, Reserve, Run,
+    Sweep,
+};
+use rapidraid::wire::order::{Codec, HopOrder, InputOrder, Order, OutputOrder};
+use rapidraid::wire::{
+    Call, MAX_FRAME_BYTES, NodeAddress, StreamHeader, Who, message_to_bytes, request_to_bytes,
+};
+
+use crate::world::raw::{Voice, block_call};
+use crate::world::{CLUSTER, World, content, job, options, read_file, restore, save};
+
+/// Panics in this process since [`count_panics`]; a node's task that panics ends nobody but itself.
+static PANICS: AtomicUsize = AtomicUsize::new(0);
+
+fn count_panics() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            PANICS.fetch_add(1, Ordering::SeqCst);
+            before(info);
+        }));
+    });
+}
+
+async fn assert_alive(voice: &Voice, node: &NodeAddress) {
+    assert_eq!(voice.ask(node, &Hello {}).await.unwrap().node, node.name);
+    assert_eq!(PANICS.load(Ordering::SeqCst), 0, "something panicked");
+}
+
+fn kind_of<T: std::fmt::Debug>(answer: Result<T, CallError>) -> Kind {
+    answer.unwrap_err().kind()
+}
+
+/// A world with step 1 archived and step 2 in replicas, and the root of the latter.
+async fn world_with_steps() -> (World, ShardRoot) {
+    count_panics();
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    for step in [1, 2] {
+        save(&client, step, &[("weights", &content(300_000, step))]).await;
+    }
+    client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    let shown = client.show(&job(), Some(Step(2))).await.unwrap();
+    (world, shown.shards[0].0.clone())
+}
+
+async fn assert_both_steps(world: &World) {
+    for step in [1, 2] {
+        let (out, report) = restore(&world.client(), step).await.unwrap();
+        assert_eq!(read_file(&*out, "weights"), content(300_000, step));
+        assert_eq!(report.incidents, Vec::<String>::new());
+    }
+    world.assert_idle().await;
+}
+
+const GENERATION: Generation = Generation { epoch: Epoch(1), counter: 1000 };
+
+/// Valid frames of all calls that would change something.
+fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    let tombstone = Tombstone {
+        cluster: CLUSTER,
+        save: root.save,
+        generation: GENERATION,
+        reason: RemoveReason::Deleted,
+    };
+    let receipt = Receipt {
+        cluster: CLUSTER,
+        stripe,
+        attempt: Attempt([1; 16]),
+        generation: GENERATION,
+        code: table::find(4, 2).unwrap().id(),
+        pieces: vec![],
+    };
+    let node = rapidraid::format::records::Node {
+        name: "node02".parse().unwrap(),
+        address: "nowhere:1".into(),
+        zone: String::new(),
+        rack: String::new(),
+        storage: true,
+    };
+    let (coordinator, owner) = (NodeId(1), GENERATION);
+    let (attempt, generation) = (Attempt([1; 16]), GENERATION);
+    let from = NodeAddress { name: "node03".parse().unwrap(), host_port: "node03:7440".into() };
+    let tombstone = tombstone.to_bytes().unwrap();
+    let receipt = receipt.to_bytes().unwrap();
+    let key = format!("s/{}/00000000", root.save);
+    fn frame<C: Call>(call: C) -> (u8, Vec<u8>) {
+        (C::NUMBER, request_to_bytes(&call).unwrap())
+    }
+    vec![
+        frame(Register { node }),
+        frame(CatalogueSet { key, expected: Some(1), value: None }),
+        frame(CatalogueSet { key: "c/job/x".into(), expected: None, value: Some(vec![1]) }),
+        frame(LeaseRevoke { lease: rapidraid::id::LeaseId([0; 16]) }),
+        frame(Reserve { order: order(stripe) }),
+        frame(Run { run: [3; 16] }),
+        frame(Release { run: [3; 16] }),
+        frame(PutMark { bytes: mark.to_vec() }),
+        frame(PutReceipt { bytes: receipt, owner, coordinator }),
+        frame(PutTombstone { bytes: tombstone }),
+        frame(Drop { stripe, attempt, generation }),
+        frame(Fetch {
+            stripe,
+            block: 0,
+            len_bytes: 10,
+            root: [0; 32],
+            generation,
+            coordinator,
+            from,
+        }),
+        frame(Sweep { save: root.save }),
+        frame(PutPlaces { stripe, generation, coordinator, bytes: vec![] }),
+    ]
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_may_make_no_call_of_nodes() {
+    let (world, root) = world_with_steps().await;
+    let client = world.voice(Role::Client, "client");
+    let mark = world.files(|path| path.ends_with("/commit")).remove(0);
+    let mark = read_file(&*world.machines[mark.0].disk, &mark.1);
+    let before = world.snapshot();
+    let mut frames = orders(&root, &mark);
+    let told = frames.len();
+    for &(number, name, who) in ALL.iter().filter(|(_, _, who)| *who == Who::Nodes) {
+        assert_eq!(who, Who::Nodes, "{name}");
+        frames.push((number, vec![number]));
+        frames.push((number, [vec![number], vec![7; 100]].concat()));
+    }
+    assert!(frames.len() > 2 * told);
+    for node in (0..=4).map(|index| world.node_address(index)) {
+        for (number, frame) in &frames {
+            let error = client.send(&node, frame).await.unwrap_err();
+            assert_eq!(error.kind(), Kind::Denied, "call {number}: {error}");
+            assert!(error.to_string().contains("client is a client"), "{error}");
+        }
+        assert_alive(&client, &node).await;
+    }
+    assert_eq!(world.snapshot(), before);
+    assert_both_steps(&world).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clients_stream_into_a_hop_is_stopped() {
+    let (world, _) = world_with_steps().await;
+    let (client, node) = (world.voice(Role::Client, "client"), world.voice(Role::Node, "stranger"));
+    let to = world.node_address(2);
+    let header = message_to_bytes(&StreamHeader { run: [1; 16], stream: 1 }, "a header").unwrap();
+    let header = [(header.len() as u32).to_le_bytes().to_vec(), header].concat();
+    let garbage = vec![1, 0, 0, 0, 255];
+    for (voice, bytes, kind) in [
+        (&client, &header, Kind::Denied),
+        (&client, &garbage, Kind::Denied),
+        // A node's stream that no hop waits for, and one that says nothing.
+        (&node, &header, Kind::NotFound),
+        (&node, &garbage, Kind::Invalid),
+    ] {
+        let connection = voice.connection(&to).await;
+        let mut stream = connection.open_uni().await.unwrap();
+        let mut stopped = None;
+        for _ in 0..100 {
+            if let Err(error) = stream.write(Bytes::copy_from_slice(bytes)).await {
+                stopped = Some(error);
+                break;
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        assert_eq!(stopped, Some(NetError::Stopped { code: kind.wire_code() }));
+        assert_alive(voice, &to).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_committed_is_not_overwritten() {
+    let (world, root) = world_with_steps().await;
+    let client = world.voice(Role::Client, "client");
+    let before = world.snapshot();
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    let other = content(65_536, 77);
+    let mark = RecordName::Mark;
+    let receipt = RecordName::Receipt { index: 0, attempt: Attempt([1; 16]) };
+    let leaves = Leaves { root: root.clone(), hashes: vec![] }.to_bytes().unwrap();
+    for index in 1..=4 {
+        let node = world.node_address(index);
+        for generation in [GENERATION, Generation { epoch: Epoch(1), counter: 1 }] {
+            for block in 0..2 {
+                let call = PutBlock {
+                    stripe,
+                    block,
+                    len_bytes: other.len() as u64,
+                    generation,
+                    fingerprint_key: crate::world::raw::KEY,
+                    forward: None,
+                };
+                let answer = client.put_block(&node, &call, &other).await;
+                assert_eq!(kind_of(answer), Kind::Denied);
+            }
+            for record in [RecordName::Leaves, RecordName::Stripe { index: 0 }, mark, receipt] {
+                let bytes = leaves.clone();
+                let call = PutRecord { shard: root.shard, record, generation, bytes };
+                assert_eq!(kind_of(client.ask(&node, &call).await), Kind::Denied);
+            }
+        }
+    }
+    assert_eq!(world.snapshot(), before);
+    assert_both_steps(&world).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn marks_and_receipts_do_not_come_from_clients_of_open_saves_either() {
+    let (world, _) = world_with_steps().await;
+    let client = world.voice(Role::Client, "client");
+    let node = world.node_address(2);
+    let begun = client.begin(&node, 9).await.unwrap();
+    let shard = ShardId::new(begun.save, 0);
+    let receipt = RecordName::Receipt { index: 0, attempt: Attempt([1; 16]) };
+    for record in [RecordName::Mark, receipt] {
+        let call = PutRecord { shard, record, generation: begun.generation, bytes: vec![1; 60] };
+        assert_eq!(kind_of(client.ask(&node, &call).await), Kind::Denied);
+    }
+    for record in [RecordName::Leaves, RecordName::Stripe { index: u32::MAX }] {
+        let call = PutRecord { shard, record, generation: begun.generation, bytes: vec![1; 60] };
+        let kind = kind_of(client.ask(&node, &call).await);
+        assert!(matches!(kind, Kind::Corrupt | Kind::Invalid), "{kind:?}");
+    }
+    assert_eq!(world.files_of(begun.save), []);
+    // Blocks of no length, of a length beyond any, and with other bytes than were announced.
+    let bytes = content(1000, 1);
+    let good = block_call(&begun, 1000);
+    for len_bytes in [0, (128 << 20) + 1, u64::MAX] {
+        let call = PutBlock { len_bytes, ..good.clone() };
+        assert_eq!(kind_of(client.put_block(&node, &call, &bytes).await), Kind::Invalid);
+    }
+    for len_bytes in [999, 1001] {
+        let call = PutBlock { len_bytes, ..good.clone() };
+        client.put_block(&node, &call, &bytes).await.unwrap_err();
+    }
+    let call = PutBlock { fingerprint_key: [6; 32], ..good.clone() };
+    assert_eq!(kind_of(client.put_block(&node, &call, &bytes).await), Kind::Corrupt);
+    assert_eq!(world.files_of(begun.save), []);
+    assert_both_steps(&world).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clients_word_does_not_raise_the_epoch() {
+    let (world, root) = world_with_steps().await;
+    let client = world.voice(Role::Client, "client");
+    let node = world.node_address(2);
+    let begun = client.begin(&node, 9).await.unwrap();
+    let bytes = content(1000, 1);
+    let generation = Generation { epoch: Epoch(u64::MAX), counter: 0 };
+    let call = PutBlock { generation, ..block_call(&begun, 1000) };
+    client.put_block(&node, &call, &bytes).await.unwrap_err();
+    let call = PutRecord {
+        shard: call.stripe.shard,
+        record: RecordName::Leaves,
+        generation,
+        bytes: vec![],
+    };
+    client.ask(&node, &call).await.unwrap_err();
+    assert_eq!(client.ask(&node, &Hello {}).await.unwrap().epoch, Epoch(1));
+    save(&world.client(), 3, &[("weights", &content(300_000, 3))]).await;
+    let archive = world.client();
+    archive
+        .archive(&job(), Some(root.step), options(PlanChoice::Chain), &mut |_| ())
+        .await
+        .unwrap();
+    assert_both_steps(&world).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn messages_that_are_none_disturb_nobody() {
+    let (world, _) = world_with_steps().await;
+    let before = world.snapshot();
+    let (client, node) = (world.voice(Role::Client, "client"), world.voice(Role::Node, "stranger"));
+    let to = world.node_address(2);
+    let entropy = SeededEntropy::new(7);
+    for voice in [&client, &node] {
+        assert_eq!(kind_of(voice.send(&to, &[]).await), Kind::Invalid);
+        for number in (0..=255u8).filter(|number| ALL.iter().all(|(known, _, _)| known != number)) {
+            let error = voice.send(&to, &[number, 1, 2, 3]).await.unwrap_err();
+            assert_eq!(error.kind(), Kind::Invalid);
+            assert!(error.to_string().contains("newer version"), "{error}");
+        }
+        // Bodies of bytes: most parse as nothing, and none may be the end of anything.
+        for (number, _, _) in ALL {
+            for len in [0, 1, 2, 3, 7, 16, 17, 33, 64, 200, 5000] {
+                let mut frame = vec![*number; len + 1];
+                entropy.fill(&mut frame[1..]);
+                let _ =
+                    tokio::time::timeout(Duration::from_secs(90), voice.send(&to, &frame)).await;
+            }
+        }
+        assert_alive(voice, &to).await;
+    }
+    let after = world.snapshot();
+    let changed: Vec<_> =
+        before.iter().filter(|(key, value)| after.get(*key) != Some(value)).collect();
+    // Only the node's own registration may have been written again.
+    assert!(
+        changed.iter().all(|(key, _)| key.starts_with("k/n/")),
+        "{:?}",
+        changed.iter().map(|(key, _)| key).collect::<Vec<_>>()
+    );
+    assert_both_steps(&world).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
+    let (world, _) = world_with_steps().await;
+    let client = world.voice(Role::Client, "client");
+    let to = world.node_address(2);
+    let connection = client.connection(&to).await;
+    let beyond = (MAX_FRAME_BYTES as u32 + 1).to_le_bytes();
+    for head in [beyond, [255; 4]] {
+        let (mut send, recv) = connection.open_bi().await.unwrap();
+        send.write(Bytes::copy_from_slice(&head)).await.unwrap();
+        let answer = FramedRecv::new(recv).read_frame(MAX_FRAME_BYTES).await.unwrap().unwrap();
+        assert_eq!(answer[0], 1, "a failure");
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(matches!(
+            send.write(Bytes::from_static(&[0; 9])).await,
+            Err(NetError::Stopped { .. })
+        ));
+    }
+    // As many as a connection may have, each with the beginning of a request and no more.
+    let mut halves = Vec::new();
+    for _ in 0..200 {
+        let (mut send, recv) = connection.open_bi().await.unwrap();
+        send.write(Bytes::from_static(&[9, 0])).await.unwrap();
+        halves.push((send, recv));
+    }
+    assert_alive(&client, &to).await;
+    let began = tokio::time::Instant::now();
+    for (send, _) in &mut halves {
+        let stopped = loop {
+            match send.write(Bytes::from_static(&[0])).await {
+                Err(error) => break error,
+                Ok(()) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+            // Nine bytes would be a request: it must end before.
+            assert!(began.elapsed() < Duration::from_secs(30));
+        };
+        assert!(matches!(stopped, NetError::Stopped { .. }), "{stopped}");
+    }
+    // A block whose bytes do not come gives its memory back.
+    let begun = client.begin(&to, 9).await.unwrap();
+    let exchange = client.open(&to, &block_call(&begun, 60_000)).await;
+    world.until("a block under way", || world.nodes[&2].memory_in_use() != [0; 3]).await;
+    world.assert_idle().await;
+    drop(exchange);
+    assert_both_steps(&world).await;
+}
+
+/// An order that a node with a replica of block 0 could run.
+fn order(stripe: StripeId) -> Order {
+    let cut = StripeCut { offset_bytes: 0, len_bytes: 131_072, block_bytes: 65_536, k: 2 };
+    let input = InputOrder { input: Input::Block(0), expected: vec![Fingerprint::ZERO] };
+    let output = OutputOrder { output: Output::Store(0), to: None };
+    Order {
+        run: [3; 16],
+        stripe,
+        attempt: Attempt([4; 16]),
+        generation: GENERATION,
+        coordinator: NodeId(1),
+        code: table::find(4, 2).unwrap().id(),
+        cut,
+        fingerprint_key: [1; 32],
+        codec: Codec::Kernel,
+        hops: vec![HopOrder {
+            grains: (0, 1),
+            inputs: vec![input],
+            outputs: vec![output],
+            matrix: vec![vec![1]],
+        }],
+        kept: vec![],
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn orders_with_absurd_numbers_are_refused() {
+    let (world, root) = world_with_steps().await;
+    let node = world.voice(Role::Node, "boss");
+    let to = world.node_address(2);
+    let base = order(StripeId { shard: root.shard, index: 0 });
+    let hop = &base.hops[0];
+    let with = |change: &dyn Fn(&mut Order)| {
+        let mut changed = base.clone();
+        change(&mut changed);
+        changed
+    };
+    let hop_with = |change: &dyn Fn(&mut HopOrder)| {
+        let mut changed = base.clone();
+        change(&mut changed.hops[0]);
+        changed
+    };
+    let fingerprints = |count| vec![Fingerprint::ZERO; count];
+    let refused = [
+        with(&|order| order.code = rapidraid::code::CodeId(0)),
+        with(&|order| order.code = rapidraid::code::CodeId(u64::MAX)),
+        with(&|order| order.cut.k = 0),
+        with(&|order| order.cut.k = 255),
+        with(&|order| order.cut.block_bytes = 0),
+        with(&|order| order.cut.block_bytes = u64::MAX),
+        with(&|order| order.cut.block_bytes = (128 << 20) + 1),
+        with(&|order| order.cut.len_bytes = u64::MAX),
+        with(&|order| order.hops = vec![hop.clone(); MAX_HOPS + 1]),
+        hop_with(&|hop| hop.grains = (0, 0)),
+        hop_with(&|hop| hop.grains = (1, 0)),
+        hop_with(&|hop| hop.grains = (0, 2)),
+        hop_with(&|hop| hop.grains = (0, u64::MAX)),
+        hop_with(&|hop| hop.grains = (u64::MAX, 0)),
+        hop_with(&|hop| hop.grains = (u64::MAX - 1, u64::MAX)),
+        hop_with(&|hop| hop.inputs = vec![]),
+        hop_with(&|hop| hop.inputs = vec![hop.inputs[0].clone(); MAX_HOP_EDGES + 1]),
+        hop_with(&|hop| hop.inputs[0].input = Input::Block(2)),
+        hop_with(&|hop| hop.inputs[0].input = Input::Block(255)),
+        hop_with(&|hop| hop.inputs[0].input = Input::Piece(0)),
+        hop_with(&|hop| hop.inputs[0].expected = fingerprints(0)),
+        hop_with(&|hop| hop.inputs[0].expected = fingerprints(2)),
+        hop_with(&|hop| hop.outputs = vec![]),
+        hop_with(&|hop| hop.outputs = vec![hop.outputs[0].clone(); MAX_HOP_EDGES + 1]),
+        hop_with(&|hop| hop.outputs[0].output = Output::Store(4)),
+        hop_with(&|hop| hop.outputs[0].output = Output::Store(255)),
+        hop_with(&|hop| hop.outputs[0].output = Output::Deliver(0)),
+        hop_with(&|hop| hop.outputs[0].output = Output::Stream(1)),
+        hop_with(&|hop| hop.matrix = vec![]),
+        hop_with(&|hop| hop.matrix = vec![vec![]]),
+        hop_with(&|hop| hop.matrix = vec![vec![1, 1]]),
+        hop_with(&|hop| hop.matrix = vec![vec![1], vec![1]]),
+        with(&|order| order.kept = vec![(0, 255)]),
+        with(&|order| order.kept = vec![(255, 0)]),
+        with(&|order| order.kept = vec![(0, 0); 1000]),
+        // More than the daemon ever has.
+        with(&|order| {
+            let input = InputOrder { input: Input::Stream(1), expected: fingerprints(1) };
+            let edges = vec![input; MAX_HOP_EDGES];
+            let matrix = vec![vec![1; MAX_HOP_EDGES]];
+            let one = HopOrder { inputs: edges, matrix, ..hop.clone() };
+            order.hops = vec![one; 100];
+        }),
+    ];
+    for (at, order) in refused.into_iter().enumerate() {
+        let answer = node.ask(&to, &Reserve { order: order.clone() }).await;
+        assert_eq!(kind_of(answer), Kind::Invalid, "order {at}");
+        assert_eq!(kind_of(node.ask(&to, &Run { run: order.run }).await), Kind::NotFound);
+        assert_eq!(world.nodes[&2].memory_in_use(), [0, 0, 0], "order {at}");
+    }
+    assert_alive(&node, &to).await;
+    // Orders that are in bounds and make no sense end with an error and leave nothing.
+    let odd = [
+        base.clone(),
+        with(&|order| order.hops = vec![hop.clone(), hop.clone()]),
+        with(&|order| order.stripe.index = 77),
+        with(&|order| order.cut.offset_bytes = u64::MAX),
+        with(&|order| order.cut.len_bytes = 0),
+        with(&|order| order.cut = StripeCut { block_bytes: 1, len_bytes: 1, ..order.cut }),
+        with(&|order| order.cut = StripeCut { block_bytes: 77, len_bytes: 100, ..order.cut }),
+        hop_with(&|hop| hop.inputs[0].input = Input::Stream(9)),
+        hop_with(&|hop| {
+            hop.outputs.push(hop.outputs[0].clone());
+            hop.matrix.push(vec![1]);
+        }),
+        hop_with(&|hop| {
+            let to = NodeAddress { name: "nobody".parse().unwrap(), host_port: "nowhere:1".into() };
+            hop.outputs[0] = OutputOrder { output: Output::Stream(1), to: Some(to) };
+        }),
+        with(&|order| order.codec = Codec::ReedSolomonErasure),
+    ];
+    for (at, order) in odd.into_iter().enumerate() {
+        node.ask(&to, &Reserve { order: order.clone() }).await.unwrap();
+        let again = node.ask(&to, &Reserve { order: order.clone() }).await;
+        assert_eq!(kind_of(again), Kind::Busy, "one run, one reservation");
+        let ran = node.ask(&to, &Run { run: order.run }).await;
+        // The stripe's replica is not what the order says: only a block past the end reads as zeros.
+        let is_empty = order.cut.len_bytes == 0;
+        assert_eq!(ran.is_ok(), is_empty, "order {at}: {ran:?}");
+        world.assert_idle().await;
+    }
+    assert_alive(&node, &to).await;
+    assert_eq!(
+        world
+            .files(|path| path.contains("piece-") && path.contains(&Attempt([4; 16]).to_string()))
+            .len(),
+        1
+    );
+    assert_both_steps(&world).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_that_nobody_runs_is_given_back() {
+    let (world, root) = world_with_steps().await;
+    let node = world.voice(Role::Node, "boss");
+    let to = world.node_address(2);
+    for run in 0..5 {
+        let order = Order { run: [run; 16], ..order(StripeId { shard: root.shard, index: 0 }) };
+        node.ask(&to, &Reserve { order }).await.unwrap();
+    }
+    assert_ne!(world.nodes[&2].memory_in_use(), [0, 0, 0]);
+    // The daemon gives it back unasked.
+    world.assert_idle().await;
+    assert_eq!(kind_of(node.ask(&to, &Run { run: [0; 16] }).await), Kind::NotFound);
+}
+
+#[tokio::test(start_paused = true)]
+async fn orders_of_an_owner_that_is_over_are_refused_and_name_the_newer() {
+    let (mut world, root) = world_with_steps().await;
+    let (old, new) = (NodeId(0xaaaa), NodeId(0xbbbb));
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    let places = |epoch, counter, coordinator| {
+        let generation = Generation { epoch: Epoch(epoch), counter };
+        PutPlaces { stripe, generation, coordinator, bytes: vec![] }
+    };
+    let from = world.node_address(3);
+    for round in 0..2 {
+        let node = world.voice(Role::Node, &format!("boss{round}"));
+        let to = world.node_address(2);
+        if round == 0 {
+            // Obeyed as far as the fence goes; what it carries is no record.
+            assert_eq!(kind_of(node.ask(&to, &places(1, 50, old)).await), Kind::Corrupt);
+            assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), Kind::Corrupt);
+        }
+        for (epoch, counter) in [(1, 50), (1, 1), (0, 50), (0, u64::MAX)] {
+            let generation = Generation { epoch: Epoch(epoch), counter };
+            let mut plan = order(stripe);
+            (plan.generation, plan.coordinator) = (generation, old);
+            let (len_bytes, from) = (10, from.clone());
+            let fetch = Fetch {
+                stripe,
+                block: 0,
+                len_bytes,
+                root: [0; 32],
+                generation,
+                coordinator: old,
+                from,
+            };
+            let refusals = [
+                node.ask(&to, &places(epoch, counter, old)).await.unwrap_err(),
+                node.ask(&to, &Reserve { order: plan }).await.unwrap_err(),
+                node.ask(&to, &fetch).await.unwrap_err(),
+            ];
+            for refusal in refusals {
+                assert_eq!(refusal.kind(), Kind::Fenced, "{refusal}");
+                let text = refusal.to_string();
+                let named = text.contains(&new.to_string()) && text.contains("1.51");
+                assert!(named || (epoch == 0 && text.contains("epoch")), "{text}");
+            }
+        }
+        // The newest owner goes on, also after a restart of the node, which must remember.
+        assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), Kind::Corrupt);
+        if round == 0 {
+            world.kill(2).await;
+            world.boot(2);
+            world.until_live(4).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn evidence_of_another_cluster_is_none() {
+    let (world, root) = world_with_steps().await;
+    let node = world.voice(Role::Node, "boss");
+    let to = world.node_address(2);
+    let before = world.snapshot();
+    let other = rapidraid::id::ClusterId([8; 16]);
+    let save = root.save;
+    let tombstone =
+        Tombstone { cluster: other, save, generation: GENERATION, reason: RemoveReason::Deleted };
+    let bytes = tombstone.to_bytes().unwrap();
+    assert_eq!(kind_of(node.ask(&to, &PutTombstone { bytes }).await), Kind::Denied);
+    assert_eq!(kind_of(node.ask(&to, &Sweep { save }).await), Kind::Denied);
+    let client = world.client();
+    let saved = client.show(&job(), Some(Step(2))).await.unwrap().step.saved;
+    let mark = CommitMark { cluster: other, saved, root: root.clone() };
+    let bytes = mark.to_bytes().unwrap();
+    assert_eq!(kind_of(node.ask(&to, &PutMark { bytes }).await), Kind::Denied);
+    // Drops without the catalogue's word.
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    let call = Drop { stripe, attempt: Attempt([1; 16]), generation: GENERATION };
+    assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Fenced);
+    assert_eq!(world.snapshot(), before);
+    let status = node.ask(&to, &NodeStatus {}).await.unwrap();
+    assert_eq!(status.quarantined, 0);
+    assert_both_steps(&world).await;
+}

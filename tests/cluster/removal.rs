@@ -1,0 +1,182 @@
+//! Removing steps: invisible at once, swept everywhere, also where a node was away.
+
+use bytes::Bytes;
+use rapidraid::format::records::{LAYOUT_STANDARD, Record, RemoveReason, Tombstone};
+use rapidraid::id::{Epoch, Generation, NodeId, SaveId, ShardId, Step, StripeId};
+use rapidraid::kind::Kind;
+use rapidraid::net::Role;
+use rapidraid::store::BlockSpec;
+use rapidraid::wire::NodeAddress;
+use rapidraid::wire::calls::{Commit, Fetch, PlanChoice, PutTombstone, Seal, Sweep};
+
+use crate::world::raw::{Voice, block_call, empty_root, finish_block, trailer};
+use crate::world::{
+    CLUSTER, World, content, job, options, read_file, restore, restore_error, save,
+};
+
+#[tokio::test(start_paused = true)]
+async fn rm_leaves_nothing_but_tombstones_and_touches_nothing_else() {
+    let world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let client = world.client();
+    let bytes = content(700_000, 1);
+    for step in 1..=4 {
+        save(&client, step, &[("weights", &bytes), ("empty", &Bytes::new())]).await;
+    }
+    for step in [2, 3] {
+        let (step, chain) = (Some(Step(step)), options(PlanChoice::Chain));
+        client.archive(&job(), step, chain, &mut |_| ()).await.unwrap();
+    }
+    for step in [1, 2] {
+        let removed = client.remove(&job(), Step(step)).await.unwrap();
+        assert_eq!((removed.confirmed, removed.waiting), (6, vec![]));
+        assert_eq!(restore_error(&client, step).await.kind(), Kind::NotFound);
+        let error = client.remove(&job(), Step(step)).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::NotFound, "{error}");
+    }
+    world.assert_swept(&client).await;
+    assert_eq!(world.catalogue_keys("c/").len(), 2);
+    assert_eq!(world.files(|path| path.ends_with("/tombstone")).len(), 2 * 6);
+    for step in [3, 4] {
+        let (out, _) = restore(&client, step).await.unwrap();
+        assert_eq!(read_file(&*out, "weights"), bytes);
+        world.assert_invariant(&client, step).await;
+    }
+    // The step's number is free again.
+    save(&client, 1, &[("weights", &bytes)]).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_was_away_removes_when_it_is_back() {
+    let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let client = world.client_of(0);
+    let bytes = content(700_000, 1);
+    save(&client, 1, &[("weights", &bytes)]).await;
+    let save_id = client.list(None).await.unwrap()[0].saved.save;
+    world.kill(3).await;
+    let removed = client.remove(&job(), Step(1)).await.unwrap();
+    let waiting: Vec<&str> = removed.waiting.iter().map(|name| name.as_str()).collect();
+    assert_eq!((removed.confirmed, waiting), (5, vec!["node03"]));
+    assert_eq!(restore_error(&client, 1).await.kind(), Kind::NotFound);
+    let left = world.files_of(save_id);
+    assert!(!left.is_empty() && left.iter().all(|(machine, _)| *machine == 3), "{left:?}");
+    assert_eq!(world.catalogue_keys("s/").len(), 1, "the evidence stays as long as a node is away");
+    tokio::time::sleep(3 * world.lease).await;
+    assert!(!world.files_of(save_id).is_empty());
+    world.boot(3);
+    world.assert_swept(&client).await;
+    world.until("the step's entry gone", || world.catalogue_keys("c/").is_empty()).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
+    let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(700_000, 1))]).await;
+    world.kill(2).await;
+    world.kill(3).await;
+    let error = client.remove(&job(), Step(1)).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert!(error.to_string().contains("node02, node03"), "{error}");
+    assert_eq!(restore_error(&client, 1).await.kind(), Kind::NotFound);
+    assert!(
+        !world.files(|path| path.ends_with(".rep")).is_empty(),
+        "nothing goes before the evidence lasts"
+    );
+    world.boot(2);
+    world.boot(3);
+    world.assert_swept(&client).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
+    let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client_of(0);
+    // Decided with a ring of strangers: its marks find no node.
+    let voice = world.voice(Role::Client, "odd");
+    let gateway = world.node_address(1);
+    let begun = voice.begin(&gateway, 1).await.unwrap();
+    let mut root = empty_root(&begun, 1, "weights");
+    root.ring.iter_mut().for_each(|member| member.node = NodeId(member.node.0 ^ 1));
+    voice.ask(&gateway, &Seal { root }).await.unwrap();
+    let commit = Commit { job: job(), step: Step(1), save: begun.save, shards: 1 };
+    assert_eq!(voice.ask(&gateway, &commit).await.unwrap_err().kind(), Kind::Unavailable);
+
+    save(&client, 2, &[("weights", &content(300_000, 1))]).await;
+    let save_id = client.list(None).await.unwrap()[0].saved.save;
+    world.kill(3).await;
+    client.remove(&job(), Step(2)).await.unwrap();
+    tokio::time::sleep(5 * world.lease).await;
+    world.boot(3);
+    world.until("the files of step 2 gone", || world.files_of(save_id).is_empty()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_comes_in_while_its_save_is_removed_does_not_stay() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, node) = (world.voice(Role::Client, "slow"), world.voice(Role::Node, "boss"));
+    let holder = world.node_address(2);
+    let begun = voice.begin(&holder, 1).await.unwrap();
+    let bytes = content(300_000, 1);
+    let call = block_call(&begun, bytes.len());
+    let mut exchange = voice.open(&holder, &call).await;
+    exchange.write(bytes.slice(..200_000)).await.unwrap();
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    bury(&node, &holder, &call.stripe, begun.generation).await;
+    let error = finish_block(&mut exchange, &bytes, &bytes[200_000..]).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    assert_eq!(world.files_of(begun.save), []);
+    let error = voice.put_block(&holder, &call, &bytes).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    assert_eq!(world.files_of(begun.save), []);
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let node = world.voice(Role::Node, "boss");
+    let (holder, source) = (world.node_address(2), world.node_address(3));
+    let bytes = content(300_000, 1);
+    let generation = Generation { epoch: Epoch(1), counter: 1 };
+    // The tombstone comes at each point of the copying.
+    for turns in 0..60 {
+        let save = SaveId([turns; 12]);
+        let stripe = StripeId { shard: ShardId::new(save, 0), index: 0 };
+        let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes: 300_000 };
+        let mut writer = world.nodes[&3].store().write_block(spec, None).unwrap();
+        writer.write(&bytes).unwrap();
+        writer.finish(None).unwrap();
+        let fetch = Fetch {
+            stripe,
+            block: 0,
+            len_bytes: 300_000,
+            root: trailer(&bytes).root,
+            generation,
+            coordinator: NodeId(1),
+            from: source.clone(),
+        };
+        let burying = async {
+            for _ in 0..turns {
+                tokio::task::yield_now().await;
+            }
+            bury(&node, &holder, &stripe, generation).await;
+        };
+        let (_, ()) = tokio::join!(node.ask(&holder, &fetch), burying);
+        let left: Vec<_> = world.files_of(save).into_iter().filter(|(at, _)| *at == 2).collect();
+        assert_eq!(left, [], "after {turns} turns");
+        let error = node.ask(&holder, &fetch).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    }
+    world.assert_idle().await;
+}
+
+/// Tombstone and sweep, as the catalogue's host orders them.
+async fn bury(node: &Voice, holder: &NodeAddress, stripe: &StripeId, generation: Generation) {
+    let save = stripe.shard.save();
+    let tombstone = Tombstone { cluster: CLUSTER, save, generation, reason: RemoveReason::Aborted };
+    let bytes = tombstone.to_bytes().unwrap();
+    node.ask(holder, &PutTombstone { bytes }).await.unwrap();
+    node.ask(holder, &Sweep { save }).await.unwrap();
+}

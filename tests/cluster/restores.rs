@@ -1,0 +1,145 @@
+//! What a restore writes: below its folder, not over files that are there, all or nothing.
+
+use std::sync::Arc;
+
+use rapidraid::client::{ClientError, RestoreRequest, SaveOptions};
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::net::Role;
+use rapidraid::store::{Disk, MemoryDisk};
+use rapidraid::wire::calls::Seal;
+use rapidraid::wire::request_to_bytes;
+
+use crate::world::look::files_below;
+use crate::world::raw::empty_root;
+use crate::world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
+
+/// A disk with one file.
+fn holding(path: &str) -> Arc<MemoryDisk> {
+    let out = Arc::new(MemoryDisk::new(1 << 20));
+    if let Some((folder, _)) = path.split_once('/') {
+        out.create_dir(folder).unwrap();
+    }
+    out.create_new(path).unwrap().write_at(b"old", 0).unwrap();
+    out
+}
+
+fn into(out: &Arc<MemoryDisk>, force: bool) -> RestoreRequest {
+    RestoreRequest { out: out.clone(), force, shard: None, range: None }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_name_that_leaves_the_folder_does_not_pass_the_wire() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let gateway = world.node_address(1);
+    let client = world.voice(Role::Client, "evil");
+    let begun = client.begin(&gateway, 1).await.unwrap();
+    let seal = Seal { root: empty_root(&begun, 1, "aa/bb") };
+    let frame = request_to_bytes(&seal).unwrap();
+    let at = frame.windows(5).position(|window| window == b"aa/bb").unwrap();
+    for bad in [b"../bb", b"/aabb", b"aabb/", b"aa/..", b"a//bb", b"./aab", b"aa\0bb", b"aa\xffbb"]
+    {
+        let mut evil = frame.clone();
+        evil[at..at + 5].copy_from_slice(bad);
+        let error = client.send(&gateway, &evil).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Invalid, "{bad:?}: {error}");
+    }
+    assert_eq!(world.catalogue_keys("s/"), Vec::<String>::new());
+    client.send(&gateway, &frame).await.unwrap();
+    assert_eq!(world.catalogue_keys("s/").len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_shards_of_one_name_are_refused_before_anything_is_begun() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let bytes = content(10, 1);
+    let shards = vec![shard("a", &bytes), shard("b", &bytes), shard("a", &bytes)];
+    let error = client.save(&job(), Step(1), shards, SaveOptions::default(), quiet()).await;
+    assert!(
+        matches!(error.unwrap_err(), ClientError::DuplicateName { name } if name.as_str() == "a")
+    );
+    let error = client.save(&job(), Step(1), vec![], SaveOptions::default(), quiet()).await;
+    assert!(matches!(error.unwrap_err(), ClientError::NoShards));
+    assert_eq!(world.catalogue_keys(""), world.catalogue_keys("n/"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tree_comes_back_as_it_was_and_nothing_beside_it() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let names = ["a/b/c", "a/b/d", "a/e", ".hidden", "x y/ü", "..z", "deep/er/and/er/still"];
+    let contents: Vec<_> = (0..).map(|seed| content(100_000 + seed, seed as u64)).take(7).collect();
+    let named: Vec<_> = names.into_iter().zip(&contents).collect();
+    save(&client, 1, &named).await;
+    let (out, _) = restore(&client, 1).await.unwrap();
+    let mut expected = names.to_vec();
+    expected.sort_unstable();
+    let mut found = files_below(&*out, "");
+    found.sort_unstable();
+    assert_eq!(found, expected);
+    for (name, bytes) in named {
+        assert_eq!(read_file(&*out, name), *bytes);
+    }
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_in_the_way_is_refused_before_anything_is_written() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let (a, b) = (content(70_000, 1), content(10, 2));
+    save(&client, 1, &[("a", &a), ("dir/b", &b), ("z", &a)]).await;
+    for there in ["z", "dir/b"] {
+        let out = holding(there);
+        let error = client.restore(&job(), None, into(&out, false), quiet()).await.unwrap_err();
+        assert!(matches!(&error, ClientError::FileExists { path } if path == there), "{error}");
+        assert_eq!(error.kind(), Kind::Exists);
+        assert_eq!(files_below(&*out, ""), [there]);
+        assert_eq!(read_file(&*out, there), b"old");
+        client.restore(&job(), None, into(&out, true), quiet()).await.unwrap();
+        assert_eq!(files_below(&*out, ""), ["a", "dir/b", "z"]);
+        assert_eq!((read_file(&*out, "z"), read_file(&*out, "dir/b")), (a.to_vec(), b.to_vec()));
+    }
+    // A file where a folder has to be, and a folder where a file has to be: force is no help.
+    for (there, named) in [("dir", "dir"), ("z/inside", "z")] {
+        for force in [false, true] {
+            let out = holding(there);
+            let error = client.restore(&job(), None, into(&out, force), quiet()).await.unwrap_err();
+            let is_named = matches!(&error, ClientError::InTheWay { path, .. } if path == named);
+            assert!(is_named && error.kind() == Kind::Exists, "{there}: {error}");
+            assert_eq!(files_below(&*out, ""), [there]);
+            assert_eq!(read_file(&*out, there), b"old");
+        }
+    }
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shard_that_is_the_folder_of_another_is_refused_and_restored_alone() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let (a, b) = (content(10, 1), content(20, 2));
+    save(&client, 1, &[("a", &a), ("a/b/c", &b)]).await;
+    let error = restore_error(&client, 1).await;
+    assert!(matches!(&error, ClientError::PathConflict { path } if path == "a"), "{error}");
+    for (name, bytes) in [("a", &a), ("a/b/c", &b)] {
+        let out = Arc::new(MemoryDisk::new(1 << 20));
+        let request = RestoreRequest { shard: Some(name.parse().unwrap()), ..into(&out, false) };
+        client.restore(&job(), None, request, quiet()).await.unwrap();
+        assert_eq!(files_below(&*out, ""), [name]);
+        assert_eq!(read_file(&*out, name), *bytes);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_disk_that_fills_leaves_no_file_behind() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let bytes = content(500_000, 1);
+    save(&client, 1, &[("a", &content(10, 2)), ("b", &bytes)]).await;
+    let out = Arc::new(MemoryDisk::new(200_000));
+    client.restore(&job(), None, into(&out, false), quiet()).await.unwrap_err();
+    assert_eq!(files_below(&*out, ""), Vec::<String>::new());
+    world.assert_idle().await;
+}

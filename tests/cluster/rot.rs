@@ -1,0 +1,348 @@
+//! Bytes that rot on disks: found, left out, reported, set aside; and never part of what is restored or archived.
+
+use bytes::Bytes;
+use rapidraid::client::ArchiveReport;
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::store::Disk;
+use rapidraid::wire::calls::PlanChoice;
+
+use crate::world::{World, content, job, options, read_file, restore, restore_error, save};
+
+const BLOCK: u64 = 128 << 10;
+/// Two stripes of four blocks; the last block is shorter.
+const LEN: usize = 8 * BLOCK as usize - 70_000;
+
+/// What happens to a file.
+#[derive(Debug, Clone, Copy)]
+enum Damage {
+    /// One bit of the data.
+    FirstBit,
+    LastDataBit,
+    /// One bit of the hashes behind the data.
+    Hashes,
+    /// One bit of the trailer.
+    LastBit,
+    Truncated,
+    Emptied,
+    Gone,
+}
+
+const DAMAGES: [Damage; 7] = [
+    Damage::FirstBit,
+    Damage::LastDataBit,
+    Damage::Hashes,
+    Damage::LastBit,
+    Damage::Truncated,
+    Damage::Emptied,
+    Damage::Gone,
+];
+
+impl Damage {
+    fn strike(self, world: &World, (machine, path): &(usize, String)) {
+        let disk = &world.machines[*machine].disk;
+        let len = disk.open(path).unwrap().len_bytes().unwrap();
+        match self {
+            Damage::FirstBit => disk.flip_bit(path, 0).unwrap(),
+            Damage::LastDataBit => disk.flip_bit(path, 8 * 58_000 + 5).unwrap(),
+            Damage::Hashes => disk.flip_bit(path, 8 * (len - 250)).unwrap(),
+            Damage::LastBit => disk.flip_bit(path, 8 * len - 1).unwrap(),
+            Damage::Truncated => disk.truncate(path, len - 1).unwrap(),
+            Damage::Emptied => disk.truncate(path, 0).unwrap(),
+            Damage::Gone => disk.remove(path).unwrap(),
+        }
+    }
+
+    /// What is there and wrong is set aside.
+    fn is_set_aside(self) -> bool {
+        !matches!(self, Damage::Gone)
+    }
+}
+
+async fn archive(world: &World, step: u64, plan: PlanChoice) -> ArchiveReport {
+    let client = world.client();
+    client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap()
+}
+
+/// Files of the newest save's stripe, by the beginning of their name, in order of machines.
+async fn files(world: &World, step: u64, stripe: u32, name: &str) -> Vec<(usize, String)> {
+    let shown = world.client().show(&job(), Some(Step(step))).await.unwrap();
+    let start = format!("shards/{}/{stripe:08x}/{name}", shown.shards[0].0.shard);
+    world.files(|path| path.starts_with(&start))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rotten_replica_is_found_by_restore_named_and_set_aside() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 1);
+    for (round, damage) in (0..).zip(DAMAGES) {
+        let mut named = 0;
+        // One of the two holders is asked first.
+        for holder in 0..2 {
+            let step = 2 * round + holder as u64;
+            save(&client, step, &[("weights", &bytes)]).await;
+            let victim = files(&world, step, 1, "block-02").await.remove(holder);
+            damage.strike(&world, &victim);
+            let (out, report) = restore(&client, step).await.unwrap();
+            assert!(read_file(&*out, "weights") == bytes, "{damage:?}");
+            let node = world.machines[victim.0].name.as_str();
+            let all_named = report.incidents.iter().all(|text| text.contains(node));
+            assert!(report.incidents.len() < 2 && all_named, "{damage:?}: {:?}", report.incidents);
+            if !report.incidents.is_empty() {
+                named += 1;
+                let gone = || !world.files(|path| path == victim.1).contains(&victim);
+                world.until("the file set aside", gone).await;
+                let name = victim.1.replace("shards/", "").replace('/', "-");
+                let aside = if damage.is_set_aside() { vec![victim.0] } else { vec![] };
+                assert_eq!(world.quarantined(&name), aside, "{damage:?}");
+            }
+            world.assert_invariant(&client, step).await;
+        }
+        assert!(named >= 1, "{damage:?} was not noticed");
+    }
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn rotten_replicas_are_made_again_before_they_are_archived() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 2);
+    for (step, damage) in (0..).zip(DAMAGES) {
+        for (step, plan) in [(2 * step, PlanChoice::Chain), (2 * step + 1, PlanChoice::BestStar)] {
+            save(&client, step, &[("weights", &bytes)]).await;
+            // Two blocks of one stripe, another one of the other, on three nodes.
+            let victims = [
+                files(&world, step, 0, "block-00").await.remove(0),
+                files(&world, step, 0, "block-03").await.remove(1),
+                files(&world, step, 1, "block-01").await.remove(1),
+            ];
+            victims.iter().for_each(|victim| damage.strike(&world, victim));
+            let report = archive(&world, step, plan).await;
+            assert_eq!((report.stripes, report.undropped), (2, 0), "{damage:?} {plan:?}");
+            let held = world.assert_invariant(&client, step).await;
+            assert_eq!(held.archived, 2);
+            if plan == PlanChoice::Chain {
+                assert_eq!((held.pieces, held.replicas), (12, 0), "{damage:?}");
+            }
+            let (out, report) = restore(&client, step).await.unwrap();
+            assert!(read_file(&*out, "weights") == bytes, "{damage:?} {plan:?}");
+            assert_eq!(report.incidents, Vec::<String>::new());
+        }
+    }
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
+    for damages in [
+        [Damage::FirstBit; 2],
+        [Damage::Gone; 2],
+        [Damage::Gone, Damage::LastDataBit],
+        [Damage::Hashes, Damage::FirstBit],
+    ] {
+        for plan in [PlanChoice::Chain, PlanChoice::BestStar] {
+            let world = World::start(6, &[(6, 4)], BLOCK).await;
+            let client = world.client();
+            let bytes = content(LEN, 3);
+            save(&client, 1, &[("weights", &bytes)]).await;
+            let victims = files(&world, 1, 0, "block-02").await;
+            assert_eq!(victims.len(), 2);
+            for (victim, damage) in victims.iter().zip(damages) {
+                damage.strike(&world, victim);
+            }
+            let others =
+                |path: &str| path.ends_with(".rep") && !path.ends_with("00000000/block-02.rep");
+            let before: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
+            let ended = client.archive(&job(), None, options(plan), &mut |_| ()).await;
+            let error = ended.unwrap_err();
+            assert!(matches!(error.kind(), Kind::Lost | Kind::Corrupt), "{damages:?}: {error}");
+            let text = error.to_string();
+            assert!(text.contains("no good replica of block 3"), "{damages:?} {plan:?}: {text}");
+            let after: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
+            assert_eq!(after, before, "{damages:?}");
+            // The other stripe is archived all the same.
+            let shown = client.show(&job(), None).await.unwrap();
+            let states: Vec<String> =
+                shown.shards[0].1.states().map(|state| format!("{state:?}")).collect();
+            assert!(
+                states[0].starts_with("Archiving") && states[1].starts_with("Archived"),
+                "{states:?}"
+            );
+            let error = restore_error(&client, 1).await;
+            assert_eq!(error.kind(), Kind::Lost, "{error}");
+            assert!(error.to_string().contains("block 3"), "{error}");
+            world.assert_idle().await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_medium_that_spoils_what_it_syncs_archives_nothing_wrong() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 4);
+    for step in 0..8 {
+        save(&client, step, &[("weights", &bytes)]).await;
+        for (index, machine) in world.machines.iter().enumerate().skip(1) {
+            machine.disk.spoil_sync_after((step + index as u64) % 4);
+        }
+        let report = archive(&world, step, PlanChoice::Chain).await;
+        assert_eq!((report.stripes, report.undropped), (2, 0));
+        // Of data files; a record that is spoilt after this is one of n copies.
+        let held = world.assert_invariant(&client, step).await;
+        assert_eq!((held.pieces, held.replicas), (12, 0), "step {step}");
+        let (out, _) = restore(&client, step).await.unwrap();
+        assert!(read_file(&*out, "weights") == bytes);
+    }
+    world.assert_idle().await;
+}
+
+/// Puts other bytes in the place of a file.
+fn overwrite(world: &World, (machine, path): &(usize, String), bytes: &[u8]) {
+    let disk = &world.machines[*machine].disk;
+    disk.remove(path).unwrap();
+    let file = disk.create_new(path).unwrap();
+    file.write_at(bytes, 0).unwrap();
+    file.sync().unwrap();
+    let (folder, _) = path.rsplit_once('/').unwrap();
+    disk.sync_dir(folder).unwrap();
+}
+
+async fn archived(world: &World, step: u64, bytes: &Bytes) {
+    save(&world.client(), step, &[("weights", bytes)]).await;
+    assert_eq!(archive(world, step, PlanChoice::Chain).await.undropped, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn rotten_pieces_are_left_out_and_reported() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 5);
+    for (round, damage) in (0..).zip(DAMAGES) {
+        let mut incidents = 0;
+        for pair in 0..3 {
+            let step = 3 * round + pair as u64;
+            archived(&world, step, &bytes).await;
+            let victims = &files(&world, step, 0, "piece-").await[2 * pair..][..2];
+            victims.iter().for_each(|victim| damage.strike(&world, victim));
+            let (out, report) = restore(&client, step).await.unwrap();
+            assert!(read_file(&*out, "weights") == bytes, "{damage:?}");
+            for text in &report.incidents {
+                let nodes = victims.iter().map(|victim| world.machines[victim.0].name.as_str());
+                assert!(nodes.into_iter().any(|node| text.contains(node)), "{text}");
+                assert!(text.contains("piece-"), "{text}");
+            }
+            incidents += report.incidents.len();
+            world.assert_invariant(&client, step).await;
+        }
+        // Four of six pieces are read: at least one of each damage among them.
+        assert!(incidents >= 2, "{damage:?}: {incidents}");
+    }
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn pieces_of_other_stripes_or_attempts_are_not_used() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 6);
+    let foreign = content(LEN, 7);
+    for pair in 0..3 {
+        let (step, other) = (10 + pair as u64, 20 + pair as u64);
+        archived(&world, step, &bytes).await;
+        archived(&world, other, &foreign).await;
+        let victims = files(&world, step, 0, "piece-").await[2 * pair..][..2].to_vec();
+        for victim in &victims {
+            // The file of the same piece: of the other save on one node, of the other stripe on the next.
+            let (from, stripe) = if victim == &victims[0] { (other, 0) } else { (step, 1) };
+            let number = &victim.1.rsplit('/').next().unwrap()[.."piece-00".len()];
+            let source = files(&world, from, stripe, number).await.remove(0);
+            let strange = read_file(&*world.machines[source.0].disk, &source.1);
+            overwrite(&world, victim, &strange);
+        }
+        let (out, report) = restore(&client, step).await.unwrap();
+        assert!(read_file(&*out, "weights") == bytes);
+        assert!(!report.incidents.is_empty() || pair > 0, "the first pieces of a chain are read");
+        world.assert_invariant(&client, step).await;
+    }
+    // An attempt that the catalogue does not name: its pieces are there, and not looked at.
+    save(&client, 1, &[("weights", &bytes)]).await;
+    let stale = files(&world, 20, 0, "piece-").await;
+    let shown = client.show(&job(), Some(Step(1))).await.unwrap();
+    let shard = shown.shards[0].0.shard;
+    for (machine, path) in stale {
+        let name = path.rsplit('/').next().unwrap();
+        let bytes = read_file(&*world.machines[machine].disk, &path);
+        let to = format!("shards/{shard}/00000000/{name}");
+        let disk = &world.machines[machine].disk;
+        disk.create_new(&to).unwrap().write_at(&bytes, 0).unwrap();
+    }
+    assert_eq!(archive(&world, 1, PlanChoice::Chain).await.undropped, 0);
+    let (out, report) = restore(&client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == bytes);
+    assert_eq!(report.incidents, Vec::<String>::new());
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_rotten_pieces_than_the_code_bears_are_told_and_nothing_is_left() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    archived(&world, 1, &content(LEN, 8)).await;
+    for victim in &files(&world, 1, 1, "piece-").await[..3] {
+        Damage::FirstBit.strike(&world, victim);
+    }
+    let error = restore_error(&client, 1).await;
+    assert_eq!(error.kind(), Kind::Lost, "{error}");
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_each_record_one_good_copy_is_enough() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 9);
+    for (round, damage) in (0..).zip([
+        Damage::FirstBit,
+        Damage::LastBit,
+        Damage::Truncated,
+        Damage::Emptied,
+        Damage::Gone,
+    ]) {
+        for kept in [0, 5] {
+            let step = 2 * round + u64::from(kept == 0);
+            archived(&world, step, &bytes).await;
+            let shown = client.show(&job(), Some(Step(step))).await.unwrap();
+            let folder = format!("shards/{}/", shown.shards[0].0.shard);
+            for record in ["leaves", "00000000/record", "00000001/record", "00000000/receipt-"] {
+                let copies = world.files(|path| path.starts_with(&format!("{folder}{record}")));
+                assert_eq!(copies.len(), 6, "{record}");
+                for (at, copy) in copies.iter().enumerate() {
+                    if at != kept {
+                        damage.strike(&world, copy);
+                    }
+                }
+            }
+            let (out, _) = restore(&client, step).await.unwrap();
+            assert!(read_file(&*out, "weights") == bytes, "{damage:?}");
+        }
+    }
+    // Without any receipt the pieces still decode, and the decoded bytes are checked by the record.
+    archived(&world, 90, &bytes).await;
+    for receipt in files(&world, 90, 0, "receipt-").await {
+        Damage::Emptied.strike(&world, &receipt);
+    }
+    let (out, _) = restore(&client, 90).await.unwrap();
+    assert!(read_file(&*out, "weights") == bytes);
+    // Without any record there is no way to check: refused.
+    archived(&world, 91, &bytes).await;
+    for record in files(&world, 91, 1, "record").await {
+        Damage::LastBit.strike(&world, &record);
+    }
+    let error = restore_error(&client, 91).await;
+    assert_eq!(error.kind(), Kind::Lost, "{error}");
+    assert!(error.to_string().contains("its record"), "{error}");
+    world.assert_idle().await;
+}

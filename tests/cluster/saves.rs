@@ -1,0 +1,293 @@
+//! Saves that meet each other, that die, and whose holders die.
+
+use std::io;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use rapidraid::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::net::Role;
+use rapidraid::pipeline::save::Source;
+use rapidraid::wire::calls::{Abort, Commit, Keep, PutRecord, RecordName, Seal};
+use tokio::sync::Notify;
+
+use crate::world::raw::{block_call, empty_root};
+use crate::world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
+
+const REPLACE: SaveOptions = SaveOptions { replace: true };
+const KEEP: SaveOptions = SaveOptions { replace: false };
+
+/// A source that stops at byte `stop` until it is let go.
+struct Gated {
+    bytes: Bytes,
+    stop: u64,
+    reached: Notify,
+    is_open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gated {
+    fn new(bytes: &Bytes, stop: u64) -> Arc<Self> {
+        let (is_open, opened) = (Mutex::default(), Condvar::new());
+        Arc::new(Self { bytes: bytes.clone(), stop, reached: Notify::new(), is_open, opened })
+    }
+
+    fn open(&self) {
+        *self.is_open.lock().unwrap() = true;
+        self.opened.notify_all();
+    }
+}
+
+impl Source for Gated {
+    fn len_bytes(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if offset >= self.stop {
+            self.reached.notify_one();
+            let limit = Duration::from_secs(60);
+            let closed = |is_open: &mut bool| !*is_open;
+            let waited =
+                self.opened.wait_timeout_while(self.is_open.lock().unwrap(), limit, closed);
+            if waited.unwrap().1.timed_out() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+        self.bytes.read_at(offset, out)
+    }
+}
+
+type Saved = tokio::task::JoinHandle<Result<SaveReport, ClientError>>;
+
+/// A save that has come to its last stripe and waits there.
+async fn half_saved(
+    client: &Client,
+    step: u64,
+    bytes: &Bytes,
+    options: SaveOptions,
+) -> (Arc<Gated>, Saved) {
+    let gate = Gated::new(bytes, bytes.len() as u64 / 2);
+    let (client, source) = (client.clone(), gate.clone());
+    let saving = tokio::spawn(async move {
+        let shards = vec![NewShard { name: "weights".parse().unwrap(), source }];
+        client.save(&job(), Step(step), shards, options, quiet()).await
+    });
+    gate.reached.notified().await;
+    (gate, saving)
+}
+
+async fn save_once(
+    client: &Client,
+    step: u64,
+    bytes: &Bytes,
+    options: SaveOptions,
+) -> Result<SaveReport, ClientError> {
+    client.save(&job(), Step(step), vec![shard("weights", bytes)], options, quiet()).await
+}
+
+async fn assert_restores(client: &Client, step: u64, bytes: &Bytes) {
+    let (out, report) = restore(client, step).await.unwrap();
+    assert!(read_file(&*out, "weights") == *bytes);
+    assert_eq!(report.incidents, Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_committed_step_is_not_saved_again_unless_it_is_to_be_replaced() {
+    let world = World::start(5, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let (old, new) = (content(600_000, 1), content(500_000, 2));
+    let first = save_once(&client, 7, &old, KEEP).await.unwrap();
+    let before = world.snapshot();
+    let error = save_once(&client, 7, &new, KEEP).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Exists, "{error}");
+    assert!(error.to_string().contains("--replace"), "{error}");
+    assert_eq!(world.snapshot(), before);
+
+    let (gate, saving) = half_saved(&client, 7, &new, REPLACE).await;
+    assert_restores(&client, 7, &old).await;
+    world.assert_invariant(&client, 7).await;
+    gate.open();
+    let second = saving.await.unwrap().unwrap();
+    assert!(second.generation > first.generation && second.save != first.save);
+    assert_restores(&client, 7, &new).await;
+    world.assert_swept(&client).await;
+    assert_eq!(world.files_of(first.save), []);
+    assert_restores(&client, 7, &new).await;
+    world.assert_invariant(&client, 7).await;
+    assert_eq!(client.list(None).await.unwrap().len(), 1);
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_saves_of_a_step_one_wins_and_the_other_is_told() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let clients = [world.client_of(1), world.client_of(2)];
+    for step in 0..12 {
+        let contents = [content(300_000, 2 * step), content(300_001, 2 * step + 1)];
+        let (a, b) = tokio::join!(
+            save_once(&clients[0], step, &contents[0], KEEP),
+            save_once(&clients[1], step, &contents[1], KEEP)
+        );
+        let (won, lost) = match (a, b) {
+            (Ok(_), Err(lost)) => (0, lost),
+            (Err(lost), Ok(_)) => (1, lost),
+            other => panic!("{other:?}"),
+        };
+        assert!(matches!(lost.kind(), Kind::Exists | Kind::Fenced), "{lost}");
+        assert_restores(&clients[0], step, &contents[won]).await;
+    }
+    // The second comes while the first is at its bytes.
+    let bytes = content(600_000, 99);
+    let (gate, saving) = half_saved(&clients[0], 50, &bytes, KEEP).await;
+    let error = save_once(&clients[1], 50, &content(9, 9), REPLACE).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Exists, "{error}");
+    gate.open();
+    saving.await.unwrap().unwrap();
+    assert_restores(&clients[1], 50, &bytes).await;
+    world.assert_swept(&clients[0]).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_save_of_a_client_that_died_gives_way_after_its_lease() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (dead, client) = (world.client(), world.client());
+    let (gate, saving) = half_saved(&dead, 3, &content(600_000, 1), KEEP).await;
+    let files = world.files(|path| path.ends_with(".rep")).len();
+    assert!(files > 0);
+    saving.abort();
+    assert!(saving.await.unwrap_err().is_cancelled());
+    gate.open();
+    let bytes = content(600_000, 2);
+    let error = save_once(&client, 3, &bytes, KEEP).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Exists, "the lease lives: {error}");
+    tokio::time::sleep(world.lease + Duration::from_secs(1)).await;
+    let saved = save_once(&client, 3, &bytes, KEEP).await.unwrap();
+    assert_restores(&client, 3, &bytes).await;
+    world.assert_swept(&client).await;
+    assert!(!world.files_of(saved.save).is_empty());
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_save_that_nobody_follows_is_collected_and_its_late_writes_are_refused() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, client) = (world.voice(Role::Client, "late"), world.client());
+    let (gateway, holder) = (world.node_address(1), world.node_address(2));
+    let begun = voice.begin(&gateway, 3).await.unwrap();
+    let bytes = content(200_000, 4);
+    let call = block_call(&begun, bytes.len());
+    voice.put_block(&holder, &call, &bytes).await.unwrap();
+    assert_eq!(world.files_of(begun.save).len(), 1);
+    tokio::time::sleep(3 * world.lease).await;
+    world.assert_swept(&client).await;
+    assert_eq!(world.files_of(begun.save), []);
+
+    let root = empty_root(&begun, 3, "weights");
+    let (shard, generation) = (root.shard, begun.generation);
+    let record = PutRecord { shard, record: RecordName::Leaves, generation, bytes: vec![1; 50] };
+    let commit = Commit { job: job(), step: Step(3), save: begun.save, shards: 1 };
+    let kinds = [
+        voice.put_block(&holder, &call, &bytes).await.map(drop).unwrap_err(),
+        voice.ask(&holder, &record).await.unwrap_err(),
+        voice.ask(&gateway, &Keep { lease: begun.lease }).await.unwrap_err(),
+        voice.ask(&gateway, &Seal { root }).await.unwrap_err(),
+    ];
+    assert_eq!(kinds.map(|error| error.kind()), [Kind::Fenced; 4]);
+    // The step has no entry any more: there is nothing to commit.
+    let error = voice.ask(&gateway, &commit).await.unwrap_err();
+    assert!(matches!(error.kind(), Kind::Fenced | Kind::NotFound), "{error}");
+    assert_eq!(world.files_of(begun.save), []);
+
+    // The same when somebody else has saved the step meanwhile.
+    let saved = save_once(&client, 3, &bytes, KEEP).await.unwrap();
+    let error = voice.ask(&gateway, &commit).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    let abort = Abort { job: job(), step: Step(3), save: begun.save };
+    voice.ask(&gateway, &abort).await.unwrap();
+    assert_restores(&client, 3, &bytes).await;
+    assert_eq!(client.list(None).await.unwrap()[0].saved.save, saved.save);
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_dies_in_mid_save_is_replaced_by_a_spare() {
+    for victim in [1, 3, 5] {
+        let mut world = World::start(5, &[(4, 2)], 64 << 10).await;
+        let client = world.client_of(0);
+        let bytes = content(900_000, 1);
+        let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
+        world.kill(victim).await;
+        let began = tokio::time::Instant::now();
+        gate.open();
+        saving.await.unwrap().unwrap();
+        assert!(began.elapsed() < world.lease, "the save began anew");
+        assert_restores_without_incident_of_others(&client, &bytes).await;
+        world.assert_invariant(&client, 1).await;
+        world.assert_idle().await;
+    }
+}
+
+/// The dead node is an incident of its own.
+async fn assert_restores_without_incident_of_others(client: &Client, bytes: &Bytes) {
+    let (out, report) = restore(client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == *bytes);
+    let other = report.incidents.iter().find(|incident| !incident.contains("is left out"));
+    assert_eq!(other, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_spare_the_save_begins_anew_with_a_smaller_code() {
+    let mut world = World::start(6, &[(6, 4), (4, 2)], 64 << 10).await;
+    let client = world.client_of(0);
+    let bytes = content(900_000, 1);
+    let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
+    world.kill(4).await;
+    gate.open();
+    let saved = saving.await.unwrap().unwrap();
+    assert_eq!((saved.n, saved.k), (4, 2));
+    assert_restores(&client, 1, &bytes).await;
+    world.boot(4);
+    world.assert_swept(&client).await;
+    world.assert_invariant(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn too_few_nodes_are_refused_with_what_to_do() {
+    let world = World::start(3, &[(6, 4), (4, 2)], 64 << 10).await;
+    let client = world.client();
+    let error = save_once(&client, 1, &content(9, 9), KEEP).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("3 storage nodes are live") && text.contains("needs 4"), "{text}");
+    assert!(text.contains("start more nodes"), "{text}");
+    assert_eq!(world.catalogue_keys("c/"), Vec::<String>::new());
+    assert_eq!(world.files(|_| true), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_save_of_several_shards_is_visible_whole_or_not_at_all() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let (good, late) = (content(300_000, 1), content(300_000, 2));
+    let gate = Gated::new(&late, 0);
+    let (saver, source) = (client.clone(), gate.clone());
+    let first = shard("good", &good);
+    let saving = tokio::spawn(async move {
+        let shards = vec![first, NewShard { name: "late".parse().unwrap(), source }];
+        saver.save(&job(), Step(1), shards, KEEP, quiet()).await
+    });
+    gate.reached.notified().await;
+    assert_eq!(client.list(None).await.unwrap(), []);
+    assert_eq!(restore_error(&client, 1).await.kind(), Kind::NotFound);
+    gate.open();
+    saving.await.unwrap().unwrap();
+    save(&client, 2, &[("only", &good)]).await;
+    let (out, report) = restore(&client, 1).await.unwrap();
+    assert_eq!((read_file(&*out, "late"), report.shards), (late.to_vec(), 2));
+    world.assert_idle().await;
+}

@@ -1,0 +1,278 @@
+//! Archivings that meet each other, and whose coordinator or nodes die in the middle.
+
+use std::time::Duration;
+
+use rapidraid::client::{Client, RestoreRequest};
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::store::disk::{DiskEntry, DiskLock, Space};
+use rapidraid::store::{Disk, DiskError, DiskFile, MemoryDisk};
+use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice};
+use tokio::sync::mpsc;
+
+use crate::world::{World, content, job, options, quiet, read_file, restore, save};
+
+const BLOCK: u64 = 64 << 10;
+const STRIPES: usize = 8;
+const LEN: usize = STRIPES * 2 * BLOCK as usize - 1000;
+
+fn one_by_one() -> ArchiveOptions {
+    ArchiveOptions { parallel: 1, ..options(PlanChoice::Chain) }
+}
+
+/// Archives step 1 and gives the number of each event as it comes.
+fn archiving(
+    client: Client,
+) -> (
+    mpsc::UnboundedReceiver<ArchiveEvent>,
+    tokio::task::JoinHandle<Result<u64, rapidraid::client::ClientError>>,
+) {
+    let (tell, told) = mpsc::unbounded_channel();
+    let task = tokio::spawn(async move {
+        let mut on_event = |event: &ArchiveEvent| drop(tell.send(event.clone()));
+        let report = client.archive(&job(), Some(Step(1)), one_by_one(), &mut on_event).await?;
+        Ok(report.stripes)
+    });
+    (told, task)
+}
+
+async fn assert_exact(client: &Client, seed: u64) {
+    let (out, _) = restore(client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, seed));
+}
+
+/// Waits until all stripes are archived and nobody is at them; every state on the way holds.
+async fn until_archived(world: &World, client: &Client) {
+    for _ in 0..600 {
+        let held = world.assert_invariant(client, 1).await;
+        if held.archived == STRIPES && world.catalogue_keys("a/").is_empty() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    panic!("nobody went on");
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_daemon_goes_on_when_the_coordinator_died() {
+    // After so many events (a beginning, then two a stripe), and so many turns of the scheduler, the coordinator dies.
+    for point in 0..24u64 {
+        let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+        let client = world.client_of(0);
+        save(&client, 1, &[("weights", &content(LEN, point))]).await;
+        let coordinator = 3;
+        let (mut told, task) = archiving(world.client_of(coordinator));
+        for _ in 0..=point / 3 {
+            told.recv().await.unwrap();
+        }
+        for _ in 0..(point % 3) * 40 {
+            tokio::task::yield_now().await;
+        }
+        world.kill(coordinator).await;
+        task.await.unwrap().unwrap_err();
+        let held = world.assert_invariant(&client, 1).await;
+        assert!(held.archived < STRIPES, "{point}: nothing was left to take over");
+        assert_exact(&client, point).await;
+
+        let other = world.client_of(4);
+        let error = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Exists, "{error}");
+        assert!(error.to_string().contains("node03"), "{error}");
+        // Nobody asks again: when the lease is over some daemon goes on.
+        until_archived(&world, &client).await;
+        assert_exact(&client, point).await;
+
+        world.boot(coordinator);
+        world.until_live(6).await;
+        let report = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+        assert_eq!((report.stripes, report.undropped), (STRIPES as u64, 0));
+        let held = world.assert_invariant(&client, 1).await;
+        assert_eq!((held.archived, held.replicas), (STRIPES, 0));
+        assert_eq!(world.files(|path| path.ends_with(".rep")), []);
+        assert_exact(&client, point).await;
+        world.assert_idle().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_dies_in_mid_archiving_costs_nothing() {
+    for (point, victim) in [(0, 1), (1, 2), (2, 4), (4, 5), (7, 6)] {
+        let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+        let client = world.client_of(0);
+        save(&client, 1, &[("weights", &content(LEN, point))]).await;
+        let (mut told, task) = archiving(world.client_of(3));
+        for _ in 0..=point {
+            told.recv().await.unwrap();
+        }
+        world.kill(victim).await;
+        world.assert_invariant(&client, 1).await;
+        assert_exact(&client, point).await;
+        // It ends by itself, whole or with what is left named; what is left is tried again.
+        let _ = task.await.unwrap();
+        world.assert_invariant(&client, 1).await;
+        until_archived(&world, &client).await;
+        assert_exact(&client, point).await;
+        world.boot(victim);
+        world.until_live(6).await;
+        let report = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+        assert_eq!((report.stripes, report.undropped), (STRIPES as u64, 0));
+        let held = world.assert_invariant(&client, 1).await;
+        assert_eq!((held.archived, held.replicas), (STRIPES, 0));
+        world.assert_idle().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_archiving_is_told_who_is_at_it() {
+    let world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let (mut told, task) = archiving(world.client_of(2));
+    told.recv().await.unwrap();
+    let second = world.client_of(3);
+    let error = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Exists, "{error}");
+    assert!(error.to_string().contains("node02"), "{error}");
+    assert_eq!(task.await.unwrap().unwrap(), STRIPES as u64);
+    // Done: a further one finds nothing to do and says so.
+    let report = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+    assert_eq!((report.stripes, report.undropped, report.reports.len()), (STRIPES as u64, 0, 0));
+    world.assert_invariant(&client, 1).await;
+    assert_exact(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
+    for point in 0..6 {
+        let world = World::start(4, &[(4, 2)], BLOCK).await;
+        let client = world.client();
+        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+        let (mut told, task) = archiving(world.client_of(2));
+        for _ in 0..=point {
+            told.recv().await.unwrap();
+        }
+        client.remove(&job(), Step(1)).await.unwrap();
+        let ended = task.await.unwrap();
+        let kind = ended.unwrap_err().kind();
+        assert!(matches!(kind, Kind::Fenced | Kind::NotFound | Kind::Lost), "{kind:?}");
+        world.assert_swept(&client).await;
+        world.assert_idle().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_watcher_may_go() {
+    let world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let (mut told, task) = archiving(world.client_of(2));
+    told.recv().await.unwrap();
+    task.abort();
+    let _ = task.await;
+    world
+        .until("archived without a watcher", || {
+            world.files(|path| path.ends_with(".rep")).is_empty()
+        })
+        .await;
+    let held = world.assert_invariant(&client, 1).await;
+    assert_eq!((held.archived, held.pieces), (STRIPES, 4 * STRIPES));
+    assert_exact(&client, 1).await;
+    world.assert_idle().await;
+}
+
+/// A destination at whose first file something happens to the cluster: after the restore was planned, before it reads.
+struct Hooked<F> {
+    inner: MemoryDisk,
+    hook: std::sync::Mutex<Option<F>>,
+}
+
+impl<F: FnOnce() + Send + 'static> Disk for Hooked<F> {
+    fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        if let Some(hook) = self.hook.lock().unwrap().take() {
+            hook();
+        }
+        self.inner.create_new(path)
+    }
+    fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        self.inner.open(path)
+    }
+    fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
+        self.inner.rename(from, to)
+    }
+    fn remove(&self, path: &str) -> Result<(), DiskError> {
+        self.inner.remove(path)
+    }
+    fn create_dir(&self, path: &str) -> Result<bool, DiskError> {
+        self.inner.create_dir(path)
+    }
+    fn remove_dir_if_empty(&self, path: &str) -> Result<bool, DiskError> {
+        self.inner.remove_dir_if_empty(path)
+    }
+    fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
+        self.inner.list(path)
+    }
+    fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
+        self.inner.sync_dir(path)
+    }
+    fn sync_all(&self) -> Result<(), DiskError> {
+        self.inner.sync_all()
+    }
+    fn space(&self) -> Result<Space, DiskError> {
+        self.inner.space()
+    }
+    fn lock(&self, path: &str) -> Result<DiskLock, DiskError> {
+        self.inner.lock(path)
+    }
+}
+
+/// Restores step 1 while `hook` happens between the plan and the first byte.
+async fn restore_across<F>(
+    client: &Client,
+    hook: F,
+) -> Result<MemoryDisk, rapidraid::client::ClientError>
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let inner = MemoryDisk::new(64 << 20);
+    let runtime = tokio::runtime::Handle::current();
+    let hook = move || tokio::task::block_in_place(|| runtime.block_on(hook));
+    let out = Hooked { inner: inner.clone(), hook: std::sync::Mutex::new(Some(hook)) };
+    let request =
+        RestoreRequest { out: std::sync::Arc::new(out), force: false, shard: None, range: None };
+    client.restore(&job(), Some(Step(1)), request, quiet()).await?;
+    Ok(inner)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restore_goes_on_when_the_step_is_archived_under_it() {
+    let world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 4))]).await;
+    let archiver = world.client();
+    let archive = async move {
+        let report = archiver.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+        assert_eq!(report.undropped, 0);
+    };
+    let out = restore_across(&client, archive).await.unwrap();
+    assert!(read_file(&out, "weights") == content(LEN, 4));
+    world.assert_idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restore_says_so_when_the_step_is_removed_under_it() {
+    for archived in [false, true] {
+        let world = World::start(4, &[(4, 2)], BLOCK).await;
+        let client = world.client();
+        save(&client, 1, &[("weights", &content(LEN, 5))]).await;
+        if archived {
+            client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+        }
+        let remover = world.client();
+        let remove = async move { drop(remover.remove(&job(), Step(1)).await.unwrap()) };
+        let error = restore_across(&client, remove).await.map(drop).unwrap_err();
+        assert_eq!(error.kind(), Kind::NotFound, "{error}");
+        assert!(error.to_string().contains("removed or replaced meanwhile"), "{error}");
+        world.assert_idle().await;
+    }
+}

@@ -1,0 +1,127 @@
+//! Bytes that a release has written are read by every later one, and bytes are not changed by accident: golden files of every
+//! record, every message, and of what is derived from bytes (hashes, fingerprints, code ids).
+//!
+//! A failure here means that a format has changed. That is a decision: page, version, fixture and changelog go together.
+#![allow(clippy::disallowed_methods)] // reads fixtures
+#![allow(clippy::unwrap_used)] // a test
+
+#[path = "compat/fixture.rs"]
+mod fixture;
+#[path = "compat/messages.rs"]
+mod messages;
+#[path = "compat/records.rs"]
+mod records;
+
+use std::collections::BTreeSet;
+
+use fixture::{Case, damage, hold};
+use rapidraid::code::{RsCode, table};
+use rapidraid::format::tree::GrainTree;
+use rapidraid::gf::FingerprintKey;
+use rapidraid::id::{NodeId, PeerName, ShardId};
+use rapidraid::wire::calls::ALL;
+
+/// Data with a prime period, so that no two grains are alike.
+fn data(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8).collect()
+}
+
+#[test]
+fn records() {
+    let cases = records::cases();
+    hold("format/v1/records.txt", &cases);
+    let kinds: BTreeSet<u8> = cases.iter().map(|case| case.bytes[4]).collect();
+    assert_eq!(kinds, (1..=13).collect(), "every kind of record has a fixture");
+}
+
+#[test]
+fn a_damaged_record_is_refused() {
+    damage(&records::cases(), true);
+}
+
+#[test]
+fn a_record_that_lies_under_a_right_checksum_does_no_harm() {
+    for Case { name, bytes, parse } in records::cases() {
+        for at in 0..bytes.len() - 26 {
+            for byte in (0..8).map(|bit| bytes[10 + at] ^ 1 << bit).chain([0, 0x7f, 0xff]) {
+                let bad = records::resealed(&bytes, at, byte);
+                assert_ne!(parse(&bad), Err(rapidraid::kind::Kind::Internal), "{name}: {at}");
+                records::use_hostile(&bad);
+            }
+        }
+    }
+}
+
+#[test]
+fn messages() {
+    let cases = messages::calls();
+    hold("wire/v1/calls.txt", &cases);
+    hold("wire/v1/messages.txt", &messages::others());
+    for (number, name, _) in ALL {
+        for side in ["request", "answer"] {
+            let wanted = format!("{number:02} {name} {side}");
+            let found = cases.iter().any(|case| case.name.starts_with(&wanted));
+            assert!(found, "no fixture of {wanted}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_message_is_an_error_or_another_message() {
+    damage(&messages::calls(), false);
+    damage(&messages::others(), false);
+}
+
+/// A code id stands in receipts and piece files for as long as they live, and the generator behind it decodes them.
+#[test]
+fn codes() {
+    let line = |name: String, id: u64, generator: &rapidraid::gf::Matrix| {
+        let mut hasher = blake3::Hasher::new();
+        for row in generator.iter() {
+            hasher.update(row);
+        }
+        let bytes = [&id.to_be_bytes()[..], hasher.finalize().as_bytes()].concat();
+        Case::computed(name, bytes)
+    };
+    let chain = |code: &rapidraid::code::ChainCode| {
+        line(format!("chain {},{}", code.n(), code.k()), code.id().0, code.generator())
+    };
+    let mut cases: Vec<Case> = table::all().iter().map(chain).collect();
+    for code in table::all() {
+        let rs = RsCode::new(code.n(), code.k()).unwrap();
+        cases.push(line(format!("rs {},{}", rs.n(), rs.k()), rs.id().0, rs.generator()));
+    }
+    // All others of the classical code, in one line.
+    let mut hasher = blake3::Hasher::new();
+    for (n, k) in (2..=32).flat_map(|n| (1..n).map(move |k| (n, k))) {
+        let rs = RsCode::new(n, k).unwrap();
+        hasher.update(&rs.id().0.to_be_bytes());
+    }
+    cases.push(Case::computed("rs, ids of all n up to 32", *hasher.finalize().as_bytes()));
+    hold("format/v1/codes.txt", &cases);
+}
+
+#[test]
+fn hashes_and_fingerprints() {
+    let key = FingerprintKey::derive(&std::array::from_fn(|i| i as u8));
+    let mut cases = Vec::new();
+    for len in [0, 1, 2, 64, 65, 1000, 65_535, 65_536] {
+        let found = key.fingerprint(&data(len)).unwrap();
+        cases.push(Case::computed(format!("fingerprint of {len} bytes"), found.0));
+    }
+    cases.push(Case::computed("root of 0 bytes", GrainTree::of(&[]).root()));
+    for len in [1, 65_536, 65_537, 3 * 65_536, 5 * 65_536 + 17] {
+        let tree = GrainTree::of(&data(len));
+        assert_eq!(tree.root(), *blake3::hash(&data(len)).as_bytes());
+        cases.push(Case::computed(format!("root of {len} bytes"), tree.root()));
+        let hashes = tree.hashes().as_flattened();
+        cases.push(Case::computed(format!("grain hashes of {len} bytes"), hashes));
+    }
+    let name: PeerName = "node-1".parse().unwrap();
+    cases.push(Case::computed("node id of node-1", NodeId::of(&name).0.to_be_bytes()));
+    cases
+        .push(Case::computed("shard id of a save's shard 258", ShardId::new(records::SAVE, 258).0));
+    let root = records::root();
+    cases.push(Case::computed("stripes root", root.stripes_root));
+    hold("format/v1/derived.txt", &cases);
+}

@@ -1,0 +1,354 @@
+//! One value of every request, answer and other message, all variants of its enumerations included.
+
+use rapidraid::format::file::FileName;
+use rapidraid::gf::Fingerprint;
+use rapidraid::id::{Generation, NodeId, Step};
+use rapidraid::kind::Kind;
+use rapidraid::plan::{Input, Output};
+use rapidraid::wire::calls::*;
+use rapidraid::wire::order::{
+    Codec, HopOrder, HopReport, InputOrder, Order, OutputOrder, PieceProof, RunReport,
+};
+use rapidraid::wire::{
+    Call, Failure, NodeAddress, StreamHeader, WireError, answer_to_bytes, message_to_bytes,
+    parse_answer, parse_message, parse_request, request_to_bytes, split_request,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::fixture::Case;
+use crate::records::{
+    ATTEMPT, CLUSTER, CODE, GENERATION, LEASE, SAVE, cut, node, root, saved, state, stripe,
+};
+
+const RUN: [u8; 16] = [0x70; 16];
+
+fn kind(error: WireError) -> Kind {
+    error.kind()
+}
+
+/// A call and its answers. `note` tells several of one kind apart.
+struct Calls(Vec<Case>);
+
+impl Calls {
+    fn request<C: Call + PartialEq + 'static>(&mut self, note: &str, call: C) -> &mut Self {
+        let bytes = request_to_bytes(&call).unwrap();
+        let parse = move |bytes: &[u8]| {
+            let (number, body) = split_request(bytes).map_err(kind)?;
+            let found = parse_request::<C>(body).map_err(kind)?;
+            Ok(number == C::NUMBER && found == call)
+        };
+        let name = format!("{:02} {} request{note}", C::NUMBER, C::NAME);
+        self.0.push(Case { name, bytes, parse: Box::new(parse) });
+        self
+    }
+
+    fn answer<C: Call>(&mut self, note: &str, answer: C::Answer) -> &mut Self
+    where
+        C::Answer: PartialEq + 'static,
+    {
+        let answer = Ok(answer);
+        let bytes = answer_to_bytes(&answer).unwrap();
+        let parse = move |bytes: &[u8]| Ok(parse_answer(bytes).map_err(kind)? == answer);
+        let name = format!("{:02} {} answer{note}", C::NUMBER, C::NAME);
+        self.0.push(Case { name, bytes, parse: Box::new(parse) });
+        self
+    }
+
+    fn both<C: Call + PartialEq + 'static>(&mut self, call: C, answer: C::Answer) -> &mut Self
+    where
+        C::Answer: PartialEq + 'static,
+    {
+        self.request("", call).answer::<C>("", answer)
+    }
+}
+
+fn address() -> NodeAddress {
+    NodeAddress { name: "node-2".parse().unwrap(), host_port: "node-2.example.org:7440".into() }
+}
+
+fn fingerprints(count: u8) -> Vec<Fingerprint> {
+    (1..=count).map(|byte| Fingerprint([byte; 16])).collect()
+}
+
+fn order() -> Order {
+    let input = |input| InputOrder { input, expected: fingerprints(1) };
+    let output = |output, to| OutputOrder { output, to };
+    let hop = HopOrder {
+        grains: (0, 1),
+        inputs: vec![input(Input::Stream(300)), input(Input::Block(1)), input(Input::Piece(2))],
+        outputs: vec![
+            output(Output::Store(3), None),
+            output(Output::Stream(301), Some(address())),
+            output(Output::Deliver(4), None),
+        ],
+        matrix: vec![vec![1, 2, 3], vec![1, 0x8e, 0], vec![0, 0, 0xff]],
+    };
+    Order {
+        run: RUN,
+        stripe: stripe(),
+        attempt: ATTEMPT,
+        generation: GENERATION,
+        coordinator: NodeId(u64::MAX),
+        code: CODE,
+        cut: cut(),
+        fingerprint_key: [0x0f; 32],
+        codec: Codec::ReedSolomonErasure,
+        hops: vec![hop],
+        kept: vec![(0, 0), (1, 1)],
+    }
+}
+
+fn run_report() -> RunReport {
+    let hop = HopReport {
+        hop: 0,
+        in_bytes: 50_048,
+        out_bytes: 50_048,
+        span_us: (10, 20_000),
+        waited_us: (300, 400, 500),
+    };
+    let proof = |piece, kept_block| PieceProof {
+        piece,
+        kept_block,
+        root: [9; 32],
+        fingerprints: fingerprints(2),
+    };
+    RunReport {
+        hops: vec![hop],
+        proofs: vec![proof(3, None), proof(1, Some(1))],
+        total_us: 1 << 20,
+    }
+}
+
+fn step_view() -> StepView {
+    StepView { job: root().job, step: Step(1000), saved: saved() }
+}
+
+fn archive_events(calls: &mut Calls) {
+    let hop = HopView {
+        node: "node-1".parse().unwrap(),
+        pieces: vec![0, 3],
+        in_bytes: 1,
+        out_bytes: 2,
+        span_us: (3, 4),
+        waited_us: (5, 6, 7),
+    };
+    let report = StripeReport {
+        stripe: stripe(),
+        code: CODE,
+        block_bytes: 50_048,
+        hops: vec![hop],
+        phases_us: [100, 200, 300, 400],
+    };
+    calls
+        .answer::<Archive>(
+            ", progress",
+            ArchiveEvent::Progress { done_bytes: 300, total_bytes: 1 << 40 },
+        )
+        .answer::<Archive>(", stripe", ArchiveEvent::Stripe(report))
+        .answer::<Archive>(", note", ArchiveEvent::Note("trying again".into()))
+        .answer::<Archive>(", done", ArchiveEvent::Done { stripes: 300, undropped: 1 });
+}
+
+fn for_clients(calls: &mut Calls) {
+    let (job, step, save) = (root().job, Step(1000), SAVE);
+    let hello = HelloAnswer {
+        cluster: CLUSTER,
+        node: "node-1".parse().unwrap(),
+        epoch: GENERATION.epoch,
+        catalogue: Some(address()),
+        version: "0.1.0".into(),
+    };
+    let begun = BeginAnswer {
+        save,
+        generation: GENERATION,
+        lease: LEASE,
+        lease_ms: 10_000,
+        n: 16,
+        k: 11,
+        block_bytes: 64 << 20,
+        nodes: vec![node("node-1"), node("node-2")],
+    };
+    calls
+        .both(Hello {}, hello)
+        .both(Begin { job: job.clone(), step, replace: true }, begun)
+        .both(Keep { lease: LEASE }, ())
+        .both(Seal { root: root() }, ())
+        .both(Commit { job: job.clone(), step, save, shards: 300 }, saved())
+        .both(Abort { job: job.clone(), step, save }, ());
+    let plans = [
+        (", chain", PlanChoice::Chain),
+        (", best star", PlanChoice::BestStar),
+        (", naive star", PlanChoice::NaiveStar),
+        (", striped star", PlanChoice::StripedStar),
+    ];
+    for (note, plan) in plans {
+        let options = ArchiveOptions { plan, codec: Codec::Kernel, parallel: 300 };
+        calls.request(note, Archive { job: job.clone(), step, options });
+    }
+    archive_events(calls);
+    let waiting = vec!["node-3".parse().unwrap()];
+    let listed = ListAnswer { steps: vec![step_view()], next: Some((job.clone(), step)) };
+    let shards = vec![(root(), Some(state())), (root(), None)];
+    let status = NodeStatusAnswer {
+        replicas: (300, 1 << 40),
+        pieces: (400, 1 << 41),
+        record_bytes: 5000,
+        quarantined: 1,
+        disk: (1 << 42, 1 << 41),
+        budgets: vec![("archive".into(), 1, 2, 128 << 20)],
+        peak_memory_bytes: 200 << 20,
+        segmentation_offload: true,
+        catalogue: false,
+        notes: vec!["1 files are in quarantine".into()],
+    };
+    calls
+        .both(Remove { job: job.clone(), step }, RemoveAnswer { confirmed: 15, waiting })
+        .both(List { job: Some(job.clone()), after: Some((job.clone(), step)) }, listed)
+        .request(", all", List { job: None, after: None })
+        .both(
+            Show { job: job.clone(), step: Some(step), first_shard: 128 },
+            ShowAnswer { step: step_view(), shards },
+        )
+        .request(", latest", Show { job, step: None, first_shard: 0 })
+        .both(GetState { shard: root().shard }, Some(state()))
+        .answer::<GetState>(", none", None)
+        .both(Nodes {}, vec![NodeView { node: node("node-1"), live: true }])
+        .both(NodeStatus {}, status);
+}
+
+fn of_data(calls: &mut Calls) {
+    let (stripe, generation, shard) = (stripe(), GENERATION, root().shard);
+    let (index, attempt) = (stripe.index, ATTEMPT);
+    let put = |forward| PutBlock {
+        stripe,
+        block: 3,
+        len_bytes: 49_952,
+        generation,
+        fingerprint_key: [0x0f; 32],
+        forward,
+    };
+    calls
+        .request(", forwarded", put(Some(address())))
+        .request("", put(None))
+        .answer::<PutBlock>("", PutBlockAnswer { forwarded: None })
+        .answer::<PutBlock>(", forwarded", PutBlockAnswer { forwarded: Some(Ok(())) })
+        .answer::<PutBlock>(
+            ", not forwarded",
+            PutBlockAnswer { forwarded: Some(Err("no answer within 15s".into())) },
+        );
+    let records = [
+        (", leaves", RecordName::Leaves),
+        (", stripe", RecordName::Stripe { index }),
+        (", receipt", RecordName::Receipt { index, attempt }),
+        (", mark", RecordName::Mark),
+    ];
+    let bytes = vec![1, 2, 3];
+    for (note, record) in records {
+        calls.request(note, PutRecord { shard, record, generation, bytes: bytes.clone() });
+    }
+    calls.answer::<PutRecord>("", ());
+    for (note, record) in records {
+        calls.request(note, GetRecord { shard, record });
+    }
+    calls.answer::<GetRecord>("", Some(bytes)).answer::<GetRecord>(", none", None);
+    let (replica, piece) = (FileName::Replica { block: 3 }, FileName::Piece { piece: 7, attempt });
+    let file = |file| FileView { file, len_bytes: 50_048, root: [7; 32] };
+    let read = |file| Read { stripe, file, from: 65_536, len_bytes: 300, hashes: true };
+    let hashes = vec![[1; 32], [2; 32]];
+    calls
+        .both(Inspect { stripe }, vec![file(replica), file(piece)])
+        .request(", replica", read(replica))
+        .request(", piece", read(piece))
+        .answer::<Read>("", ReadAnswer { len_bytes: 65_836, hashes })
+        .both(Suspect { stripe, file: piece }, true);
+}
+
+fn of_the_catalogue(calls: &mut Calls) {
+    let key = || "c/job/00000000000000001000".to_owned();
+    let value = vec![1, 2, 3];
+    let (expected, prefix) = (Some(300), "c/".to_owned());
+    let epoch = GENERATION.epoch;
+    calls
+        .both(Register { node: node("node-1") }, RegisterAnswer { epoch, lease_ms: 10_000 })
+        .both(CatalogueGet { key: key() }, Some((value.clone(), 300)))
+        .answer::<CatalogueGet>(", none", None)
+        .both(
+            CatalogueSet { key: key(), expected, value: Some(value.clone()) },
+            SetAnswer::Set(301),
+        )
+        .request(", remove", CatalogueSet { key: key(), expected: None, value: None })
+        .answer::<CatalogueSet>(", other", SetAnswer::Other(Some((value.clone(), 299))))
+        .answer::<CatalogueSet>(", gone", SetAnswer::Other(None))
+        .both(CatalogueList { prefix, after: Some(key()), limit: 256 }, vec![(key(), value, 300)])
+        .both(LeaseGrant {}, (LEASE, 10_000))
+        .both(LeaseTouch { lease: LEASE, keep: true }, true)
+        .both(LeaseRevoke { lease: LEASE }, ());
+}
+
+fn orders(calls: &mut Calls) {
+    let (stripe, attempt, generation) = (stripe(), ATTEMPT, GENERATION);
+    let coordinator = order().coordinator;
+    let owner = Generation { counter: 301, ..generation };
+    let bytes = vec![1, 2, 3];
+    calls
+        .both(Reserve { order: order() }, ())
+        .both(Run { run: RUN }, run_report())
+        .both(Release { run: RUN }, ())
+        .both(PutMark { bytes: bytes.clone() }, ())
+        .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())
+        .both(PutTombstone { bytes: bytes.clone() }, ())
+        .both(Drop { stripe, attempt, generation }, DropAnswer { files: 2, bytes: 100_096 })
+        .both(
+            Fetch {
+                stripe,
+                block: 3,
+                len_bytes: 49_952,
+                root: [7; 32],
+                generation,
+                coordinator,
+                from: address(),
+            },
+            (),
+        )
+        .both(PutPlaces { stripe, generation, coordinator, bytes }, ())
+        .both(Sweep { save: SAVE }, 1 << 40);
+}
+
+fn message<T>(name: &str, value: T) -> Case
+where
+    T: Serialize + DeserializeOwned + PartialEq + 'static,
+{
+    let bytes = message_to_bytes(&value, "a fixture").unwrap();
+    let parse =
+        move |bytes: &[u8]| Ok(parse_message::<T>(bytes, "a fixture").map_err(kind)? == value);
+    Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
+}
+
+fn failure(kind_of_failure: Kind) -> Case {
+    let answer: Result<(), Failure> =
+        Err(Failure { kind: kind_of_failure, message: "what to do next".into() });
+    let bytes = answer_to_bytes(&answer).unwrap();
+    let parse = move |bytes: &[u8]| Ok(parse_answer::<()>(bytes).map_err(kind)? == answer);
+    Case { name: format!("failure, {kind_of_failure:?}"), bytes, parse: Box::new(parse) }
+}
+
+/// Requests and answers of all calls.
+pub fn calls() -> Vec<Case> {
+    let mut calls = Calls(Vec::new());
+    for_clients(&mut calls);
+    of_data(&mut calls);
+    of_the_catalogue(&mut calls);
+    orders(&mut calls);
+    calls.0
+}
+
+/// Frames that are neither a request nor the answer of one call.
+pub fn others() -> Vec<Case> {
+    let mut cases = vec![
+        message("stream header", StreamHeader { run: RUN, stream: 300 }),
+        message("block trailer", BlockTrailer { root: [7; 32], fingerprints: fingerprints(2) }),
+    ];
+    cases.extend((1..=12).map(|code| failure(Kind::from_wire_code(code))));
+    cases
+}

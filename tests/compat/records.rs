@@ -1,0 +1,261 @@
+//! One value of every record at rest, all variants of its enumerations included.
+
+use std::sync::Arc;
+
+use rapidraid::code::CodeId;
+use rapidraid::format::FormatError;
+use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
+use rapidraid::format::file::{Content, FileHeader};
+use rapidraid::format::geometry::StripeCut;
+use rapidraid::format::records::{
+    BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, LAYOUT_STANDARD, Leaves, Node, Owner,
+    PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run, Saved,
+    ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
+    stripes_root,
+};
+use rapidraid::gf::Fingerprint;
+use rapidraid::id::{
+    Attempt, ClusterId, Epoch, Generation, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
+    StripeId,
+};
+use rapidraid::kind::Kind;
+use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+
+use crate::fixture::Case;
+
+pub const CLUSTER: ClusterId = ClusterId([0xc1; 16]);
+pub const SAVE: SaveId = SaveId([0x5a; 12]);
+pub const ATTEMPT: Attempt = Attempt([0xa7; 16]);
+pub const LEASE: LeaseId = LeaseId([0x1e; 16]);
+pub const CODE: CodeId = CodeId(0x0102_0304_0506_0708);
+pub const GENERATION: Generation = Generation { epoch: Epoch(3), counter: 300 };
+
+pub fn stripe() -> StripeId {
+    StripeId { shard: ShardId::new(SAVE, 1), index: 258 }
+}
+
+pub fn cut() -> StripeCut {
+    StripeCut { offset_bytes: 131_072, len_bytes: 100_000, block_bytes: 50_048, k: 2 }
+}
+
+pub fn node(name: &str) -> Node {
+    Node {
+        name: name.parse().unwrap(),
+        address: format!("{name}.example.org:7440"),
+        zone: "north".into(),
+        rack: String::new(),
+        storage: true,
+    }
+}
+
+fn node_id(name: &str) -> NodeId {
+    NodeId::of(&name.parse().unwrap())
+}
+
+fn leaves_of_root() -> Vec<[u8; 32]> {
+    vec![[0x22; 32], stripe_record().leaf()]
+}
+
+pub fn root() -> ShardRoot {
+    let ring = |number: u16| RingNode { node: node_id(&format!("node-{number}")), domain: number };
+    ShardRoot {
+        job: "gpt-2_small.v1".parse().unwrap(),
+        step: Step(1000),
+        save: SAVE,
+        index: 1,
+        shards: 2,
+        shard: ShardId::new(SAVE, 1),
+        name: "model/rank 7.bin".parse().unwrap(),
+        len_bytes: 231_072,
+        block_bytes: 65_536,
+        n: 4,
+        k: 2,
+        layout: LAYOUT_STANDARD,
+        field: FIELD_GF8,
+        fingerprint_key: [0x0f; 32],
+        ring: (1..=5).map(ring).collect(),
+        stripes_root: stripes_root(&leaves_of_root()),
+    }
+}
+
+pub fn state() -> ShardState {
+    let (attempt, code, generation) = (ATTEMPT, CODE, GENERATION);
+    let states = [
+        StripeState::Replicated,
+        StripeState::Archiving { attempt, code, generation },
+        StripeState::Archived { attempt, code, generation, dropped: true },
+    ];
+    ShardState {
+        generation: GENERATION,
+        owner: Some(Owner { node: node_id("node-1"), lease: LEASE }),
+        deleting: false,
+        runs: (1u32..).zip(states).map(|(n, state)| Run { count: n * 100, state }).collect(),
+    }
+}
+
+pub fn saved() -> Saved {
+    Saved {
+        save: SAVE,
+        generation: GENERATION,
+        shards: 2,
+        len_bytes: 1 << 40,
+        roots_hash: [0x44; 32],
+        saved_at: 1_700_000_000,
+    }
+}
+
+fn removing(reason: RemoveReason) -> Removing {
+    Removing { save: SaveId([reason as u8; 12]), generation: GENERATION, reason }
+}
+
+fn checkpoint_open() -> Checkpoint {
+    let reasons = [RemoveReason::Aborted, RemoveReason::Deleted, RemoveReason::Superseded];
+    Checkpoint {
+        committed: Some(saved()),
+        writing: Some(Writing::Open { save: SAVE, generation: GENERATION, lease: LEASE }),
+        removing: reasons.map(removing).to_vec(),
+    }
+}
+
+fn stripe_record() -> StripeRecord {
+    let block = |len_bytes, byte| BlockInfo {
+        len_bytes,
+        root: [byte; 32],
+        fingerprints: vec![Fingerprint([byte + 1; 16])],
+    };
+    let stripe = StripeId { shard: ShardId::new(SAVE, 1), index: 1 };
+    let blocks = vec![block(50_048, 0x60), block(49_952, 0x70)];
+    let fixed = StripeFixed { stripe, cut: cut(), blocks };
+    let places = (1..=4).map(|number| node_id(&format!("node-{number}"))).collect();
+    StripeRecord::new(&fixed, places).unwrap()
+}
+
+fn receipt() -> Receipt {
+    let piece = |piece: u8, form| ReceiptPiece {
+        piece,
+        node: node_id("node-1"),
+        form,
+        root: [0x80 + piece; 32],
+    };
+    let (attempt, generation, code) = (ATTEMPT, GENERATION, CODE);
+    let pieces = vec![piece(0, PieceForm::Replica { block: 0 }), piece(1, PieceForm::File)];
+    Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
+}
+
+fn record<R: Record + PartialEq + 'static>(name: &str, value: R) -> Case {
+    let bytes = value.to_bytes().unwrap();
+    let parse = move |bytes: &[u8]| match R::parse(bytes) {
+        Ok(found) => Ok(found == value),
+        Err(error) => Err(error.kind()),
+    };
+    Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
+}
+
+fn file_header(name: &str, content: Content) -> Case {
+    let header = FileHeader {
+        cluster: CLUSTER,
+        stripe: stripe(),
+        content,
+        len_bytes: 65_665,
+        root: [0x33; 32],
+        written_by: node_id("node-1"),
+        layout: LAYOUT_STANDARD,
+    };
+    let bytes = seal_record(RecordKind::FileHeader, 1, &header).unwrap();
+    let parse = move |bytes: &[u8]| {
+        let found: Result<FileHeader, FormatError> =
+            open_record(RecordKind::FileHeader, 1..=1, bytes);
+        found.map(|found| found == header).map_err(|error| error.kind())
+    };
+    Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
+}
+
+const SEEN: Epoch = Epoch(300);
+
+fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
+    let name: PeerName = "node-1".parse().unwrap();
+    let lock = disk.lock(LOCK_FILE).unwrap();
+    let store = Store::open(disk.clone(), lock, Arc::new(MemoryKv::new()), CLUSTER, &name);
+    store.map(|(store, _)| store).map_err(|error| error.kind())
+}
+
+/// A record at the top of the data folder, whose body is the store's own: written and read by opening a folder.
+fn folder_record(name: &str, path: &'static str) -> Case {
+    let disk = Arc::new(MemoryDisk::new(1 << 20));
+    open(&disk).unwrap().raise_epoch(SEEN).unwrap();
+    let file = disk.open(path).unwrap();
+    let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    let parse = move |bytes: &[u8]| {
+        let disk = Arc::new(MemoryDisk::new(1 << 20));
+        disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
+        let store = open(&disk)?;
+        Ok(path != "epoch" || store.epoch() == SEEN)
+    };
+    Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
+}
+
+/// All of them.
+pub fn cases() -> Vec<Case> {
+    let (saved, stripe_record) = (saved(), stripe_record());
+    let decided = Some(Writing::Decided { saved: saved.clone() });
+    let decided = Checkpoint { committed: None, writing: decided, removing: Vec::new() };
+    let mark = CommitMark { cluster: CLUSTER, saved, root: root() };
+    let (generation, holder, reason) = (GENERATION, node_id("node-2"), RemoveReason::Deleted);
+    vec![
+        record("shard root", root()),
+        record("shard state", state()),
+        record("shard state of an empty shard", ShardState::fresh(GENERATION, 0)),
+        record("checkpoint, open", checkpoint_open()),
+        record("checkpoint, decided", decided),
+        record("stripe record", stripe_record),
+        record("commit mark", mark),
+        record("receipt", receipt()),
+        record("tombstone", Tombstone { cluster: CLUSTER, save: SAVE, generation, reason }),
+        record("fence", Fence { generation, holder }),
+        folder_record("node identity", "node.id"),
+        file_header("file header of a replica", Content::Replica { block: 3 }),
+        file_header(
+            "file header of a piece",
+            Content::Piece { piece: 7, attempt: ATTEMPT, code: CODE.0 },
+        ),
+        record("node", node("node-1")),
+        folder_record("epoch", "epoch"),
+        record("leaves", Leaves { root: root(), hashes: leaves_of_root() }),
+    ]
+}
+
+/// What a record does with a body that has a right checksum and a wrong content: anything but a panic.
+pub fn use_hostile(bytes: &[u8]) {
+    if let Ok(mut state) = ShardState::parse(bytes) {
+        let _ = (state.stripe(u32::MAX), state.set(100, StripeState::Replicated));
+    }
+    if let Ok(root) = ShardRoot::parse(bytes) {
+        let cut = root.geometry().ok().and_then(|geometry| geometry.stripe(0));
+        let _ = cut.map(|cut| (cut.grains(), cut.block_len(1)));
+    }
+    if let Ok(record) = StripeRecord::parse(bytes) {
+        let leaves = Leaves { root: root(), hashes: vec![[0; 32], record.leaf()] };
+        let _ = record.open(&root(), &leaves, 1);
+    }
+    if let Ok(leaves) = Leaves::parse(bytes) {
+        let _ = root().admits(&leaves);
+    }
+}
+
+/// `sealed` with byte `at` of its body set to `byte`, and the checksum made right again.
+pub fn resealed(sealed: &[u8], at: usize, byte: u8) -> Vec<u8> {
+    let mut bytes = sealed[..sealed.len() - 16].to_vec();
+    bytes[10 + at] = byte;
+    let sum = blake3::hash(&bytes);
+    bytes.extend(&sum.as_bytes()[..16]);
+    bytes
+}
+
+#[test]
+fn the_root_of_the_fixture_admits_its_leaves_and_its_stripe() {
+    let leaves = Leaves { root: root(), hashes: leaves_of_root() };
+    assert!(root().admits(&leaves));
+    let opened = stripe_record().open(&root(), &leaves, 1).unwrap();
+    assert_eq!(opened.cut, cut());
+}

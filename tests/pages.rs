@@ -1,0 +1,377 @@
+//! The pages of `docs/` against the source: every call, field, variant and bound stands on its page, in order, and what the
+//! pages name exists. What the words around them say is left to reviews.
+#![allow(clippy::disallowed_methods)] // reads the repository itself
+#![allow(clippy::unwrap_used)] // a test
+
+#[path = "tidy/source.rs"]
+mod source;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use rapidraid::wire::Who;
+use rapidraid::wire::calls::ALL;
+use source::{code_of, tokens};
+
+fn read(path: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The cells of a page's table rows, each row with its line.
+fn rows(page: &str) -> Vec<Vec<&str>> {
+    let lines = page.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
+    lines.map(|line| line.split(" | ").map(str::trim).collect()).collect()
+}
+
+/// The words in backticks.
+fn quoted(text: &str) -> Vec<&str> {
+    text.split('`').skip(1).step_by(2).collect()
+}
+
+/// The source without its tests.
+fn shipped(path: &str) -> String {
+    read(path).split("#[cfg(test)]").next().unwrap_or_default().to_owned()
+}
+
+fn is_name(text: &str) -> bool {
+    text.chars().next().is_some_and(|first| first.is_alphabetic() || first == '_')
+}
+
+/// Fields of a struct, or variants of an enumeration with their fields, as they stand in the source.
+fn members(source: &str, name: &str) -> Vec<String> {
+    let tokens: Vec<String> = tokens(&code_of(source)).into_iter().map(|t| t.text).collect();
+    let is_head = |at: &usize| {
+        matches!(tokens[*at].as_str(), "struct" | "enum")
+            && tokens.get(at + 1).is_some_and(|t| t == name)
+    };
+    let head = (0..tokens.len()).find(is_head).unwrap_or_else(|| panic!("no type {name}"));
+    let is_enum = tokens[head] == "enum";
+    let (mut out, mut depth) = (Vec::new(), 0);
+    for at in head + 2..tokens.len() {
+        let (before, token, after) =
+            (tokens[at - 1].as_str(), &tokens[at], tokens.get(at + 1).map_or("", String::as_str));
+        match token.as_str() {
+            "{" | "(" | "[" | "<" => depth += 1,
+            "}" | ")" | "]" | ">" => depth -= 1,
+            "," | ":" | "pub" | "#" => {}
+            field if is_name(field) && after == ":" && depth <= 2 => out.push(token.clone()),
+            variant if is_enum && depth == 1 && is_name(variant) => {
+                if matches!(before, "{" | "," | "]" | "}" | ")") {
+                    out.push(token.clone());
+                }
+            }
+            _ => {}
+        }
+        if depth == 0 {
+            break;
+        }
+    }
+    out
+}
+
+/// Each `type` of `file` has a row on `page` whose words in backticks are its members, in order.
+fn types_have_their_rows(page_path: &str, file: &str, types: &[&str]) {
+    let (page, source) = (read(page_path), shipped(file));
+    for name in types {
+        let expected = members(&source, name);
+        assert!(!expected.is_empty(), "{file}: {name} has no members");
+        let quoted_name = format!("`{name}`");
+        let row = rows(&page).into_iter().find_map(|cells| {
+            let at = cells.iter().position(|cell| *cell == quoted_name)?;
+            // First, or behind the kind's number; anything else is a mention.
+            (at <= 1 && at + 2 == cells.len()).then(|| *cells.last().unwrap())
+        });
+        let row = row.unwrap_or_else(|| panic!("{page_path} has no row for {name} of {file}"));
+        let found: Vec<&str> =
+            quoted(row).into_iter().filter(|word| !word.contains(|c: char| c == '/')).collect();
+        let known = |word: &&str| expected.iter().any(|name| name == word);
+        let found: Vec<&str> = found.into_iter().filter(known).collect();
+        assert_eq!(found, expected, "{page_path}: {name} is otherwise in {file}");
+    }
+}
+
+#[test]
+fn every_record_is_on_its_page() {
+    let records = [
+        "ShardRoot",
+        "ShardState",
+        "Checkpoint",
+        "StripeRecord",
+        "CommitMark",
+        "Receipt",
+        "Tombstone",
+        "Fence",
+        "Node",
+        "Leaves",
+        "Saved",
+        "Writing",
+        "Removing",
+        "RemoveReason",
+        "RingNode",
+        "Owner",
+        "Run",
+        "StripeState",
+        "StripeFixed",
+        "BlockInfo",
+        "ReceiptPiece",
+        "PieceForm",
+    ];
+    types_have_their_rows("docs/format.md", "src/format/records.rs", &records);
+    types_have_their_rows("docs/format.md", "src/format/file.rs", &["FileHeader", "Content"]);
+    types_have_their_rows("docs/format.md", "src/format/geometry.rs", &["StripeCut"]);
+    types_have_their_rows("docs/format.md", "src/store/folder.rs", &["NodeIdentity"]);
+    let source = shipped("src/format/records.rs");
+    let serialized = source.matches("Serialize, Deserialize)]\npub ").count();
+    assert_eq!(serialized, records.len(), "a type of records.rs is in no list of this test");
+}
+
+#[test]
+fn every_message_is_on_its_page() {
+    let answers = [
+        "HelloAnswer",
+        "BeginAnswer",
+        "ArchiveOptions",
+        "PlanChoice",
+        "ArchiveEvent",
+        "StripeReport",
+        "HopView",
+        "RemoveAnswer",
+        "StepView",
+        "ListAnswer",
+        "ShowAnswer",
+        "NodeView",
+        "NodeStatusAnswer",
+        "RecordName",
+        "BlockTrailer",
+        "PutBlockAnswer",
+        "FileView",
+        "ReadAnswer",
+        "RegisterAnswer",
+        "SetAnswer",
+        "DropAnswer",
+    ];
+    let orders = [
+        "Codec",
+        "Order",
+        "HopOrder",
+        "InputOrder",
+        "OutputOrder",
+        "PieceProof",
+        "HopReport",
+        "RunReport",
+    ];
+    types_have_their_rows("docs/protocol.md", "src/wire/calls.rs", &answers);
+    types_have_their_rows("docs/protocol.md", "src/wire/order.rs", &orders);
+    types_have_their_rows("docs/protocol.md", "src/wire/mod.rs", &["NodeAddress", "StreamHeader"]);
+    types_have_their_rows("docs/protocol.md", "src/plan/mod.rs", &["Input", "Output"]);
+    types_have_their_rows("docs/protocol.md", "src/format/file.rs", &["FileName"]);
+    for (file, listed) in
+        [("src/wire/calls.rs", answers.len() + 1), ("src/wire/order.rs", orders.len())]
+    {
+        // One more: the macro's own pattern.
+        let serialized = shipped(file).matches("Serialize, Deserialize)]").count();
+        let defaults = shipped(file).matches("#[default]").count();
+        assert_eq!(serialized, listed, "a type of {file} is in no list ({defaults} defaults)");
+    }
+}
+
+/// The text of one call in the list of `src/wire/calls.rs`: its fields, then the type of its answer.
+fn call_in_source(source: &str, number: u8, name: &str) -> (Vec<String>, String) {
+    let head = ["Anyone", "Nodes"].map(|who| format!("    {number} {who} {name} {{"));
+    let start = head.iter().find_map(|head| Some(source.find(head)? + head.len()));
+    let rest = &source[start.unwrap_or_else(|| panic!("call {name} is not in the list"))..];
+    let (fields, rest) = rest.split_once("} -> ").unwrap();
+    let answer = rest.split_once(';').unwrap().0.to_owned();
+    let fields = fields.lines().map(str::trim).filter(|line| !line.starts_with("//"));
+    let fields = fields.filter_map(|line| Some(line.split_once(": ")?.0.to_owned())).collect();
+    (fields, answer)
+}
+
+#[test]
+fn every_call_is_on_its_page() {
+    let (page, source) = (read("docs/protocol.md"), read("src/wire/calls.rs"));
+    let rows = rows(&page);
+    for (number, name, who) in ALL {
+        let (fields, answer) = call_in_source(&source, *number, name);
+        let row = rows.iter().find(|cells| cells.len() == 6 && cells[1] == format!("`{name}`"));
+        let row = row.unwrap_or_else(|| panic!("docs/protocol.md has no row for call {name}"));
+        let who = if *who == Who::Anyone { "anyone" } else { "nodes" };
+        assert_eq!((row[0], row[2]), (number.to_string().as_str(), who), "{name}");
+        assert_eq!(quoted(row[3]), fields, "request of {name}");
+        let expected = if answer == "()" { "-".to_owned() } else { format!("`{answer}`") };
+        assert_eq!(row[4], expected, "answer of {name}");
+    }
+    let listed = rows.iter().filter(|cells| cells.len() == 6 && cells[0].parse::<u8>().is_ok());
+    assert_eq!(listed.count(), ALL.len(), "docs/protocol.md lists a call that is gone");
+}
+
+/// All files under `folder` with the ending, as paths from the root of the repository.
+fn files(folder: &str, ending: &str) -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut out, mut folders) = (Vec::new(), vec![root.join(folder)]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path: PathBuf = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.to_str().unwrap().ends_with(ending) {
+                out.push(path.strip_prefix(root).unwrap().to_str().unwrap().to_owned());
+            }
+        }
+    }
+    out.sort();
+    out
+}
+
+/// Numbers that are no bound: units, shapes of the format, and what is named elsewhere.
+const NO_BOUNDS: [&str; 14] = [
+    "KIB",
+    "MIB",
+    "HEAD_BYTES",
+    "CHECKSUM_BYTES",
+    "ENVELOPE_BYTES",
+    "HASH_BYTES",
+    "TRAILER_BYTES",
+    "STRIPE_KEY_BYTES",
+    "DIRECT_ALIGN_BYTES",
+    "BLOCK_ALIGN_BYTES",
+    "UNIT_BYTES",
+    "TRAILER_VERSION",
+    "ABANDONED",
+    "DEFAULT_PORT",
+];
+
+/// Modules whose constants bound a running process.
+const BOUNDED: [&str; 13] = [
+    "budget",
+    "catalogue",
+    "client",
+    "config",
+    "format",
+    "net",
+    "node",
+    "pipeline",
+    "placement",
+    "plan",
+    "store",
+    "units",
+    "wire",
+];
+
+/// `const NAME: TYPE = VALUE;` at the top level of a file, as (name, value).
+fn constants(source: &str) -> Vec<(String, String)> {
+    let mut out = Vec::new();
+    for (at, _) in source.match_indices("const ") {
+        let line_start = source[..at].rfind('\n').map_or(0, |end| end + 1);
+        let before = &source[line_start..at];
+        if !(before.is_empty() || before.starts_with("pub")) {
+            continue;
+        }
+        let statement = source[at + 6..].split(';').next().unwrap_or_default();
+        let Some((head, value)) = statement.split_once('=') else { continue };
+        let Some((name, kind)) = head.split_once(':') else { continue };
+        if !matches!(kind.trim(), "usize" | "u16" | "u32" | "u64" | "Duration") {
+            continue;
+        }
+        let value = value.split_whitespace().collect::<Vec<_>>().join(" ");
+        let value = match value.strip_suffix(')').and_then(|value| value.split_once('(')) {
+            Some(("Duration::from_secs", number)) => format!("{number} s"),
+            Some(("Duration::from_millis", number)) => format!("{number} ms"),
+            _ => value,
+        };
+        out.push((name.to_owned(), value));
+    }
+    out
+}
+
+#[test]
+fn every_bound_is_on_its_page() {
+    let page = read("docs/limits.md");
+    let on_page: BTreeSet<String> = page
+        .lines()
+        .filter(|line| line.starts_with("| `src/"))
+        .map(|line| line.splitn(5, '|').take(4).collect::<Vec<_>>().join("|").trim().to_owned())
+        .collect();
+    let mut in_source = BTreeSet::new();
+    for file in files("src", ".rs") {
+        let module = file["src/".len()..].split(['/', '.']).next().unwrap_or_default();
+        if !BOUNDED.contains(&module) || file.contains("memory") || file.ends_with("/tests.rs") {
+            continue;
+        }
+        for (name, value) in constants(&shipped(&file)) {
+            if !NO_BOUNDS.contains(&name.as_str()) {
+                in_source.insert(format!("| `{file}` | `{name}` | `{value}`"));
+            }
+        }
+    }
+    assert!(in_source.len() > 50, "the constants were not found");
+    let missing: Vec<_> = in_source.difference(&on_page).collect();
+    let stale: Vec<_> = on_page.difference(&in_source).collect();
+    assert!(
+        missing.is_empty() && stale.is_empty(),
+        "docs/limits.md lacks {missing:#?}, and has {stale:#?}"
+    );
+}
+
+/// Paths and names in backticks on pages that describe the code. `a::b`: both are defined somewhere in `src/`.
+#[test]
+fn what_the_pages_name_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut defined: BTreeSet<String> = BTreeSet::new();
+    for file in files("src", ".rs") {
+        let path = file.trim_end_matches(".rs").trim_end_matches("/mod");
+        defined.extend(path.split('/').skip(1).map(str::to_owned));
+        let tokens: Vec<String> =
+            tokens(&code_of(&read(&file))).into_iter().map(|token| token.text).collect();
+        for pair in tokens.windows(2) {
+            let defines = ["fn", "struct", "enum", "trait", "const", "type", "mod"]
+                .contains(&pair[0].as_str());
+            // Fields and variants.
+            let member = is_name(&pair[0]) && [":", ",", "{", "("].contains(&pair[1].as_str());
+            defined.extend(defines.then(|| pair[1].clone()));
+            defined.extend(member.then(|| pair[0].clone()));
+        }
+    }
+    let pages = [
+        "architecture",
+        "protocol",
+        "format",
+        "paper",
+        "glossary",
+        "limits",
+        "testing",
+        "semantics",
+    ];
+    let mut unknown = Vec::new();
+    for page in pages.map(|page| format!("docs/{page}.md")) {
+        let text = read(&page);
+        for word in text.lines().flat_map(quoted) {
+            let is_path =
+                ["src/", "tests/", "docs/", "benches/"].iter().any(|p| word.starts_with(p));
+            if is_path && !word.contains('*') {
+                if !root.join(word).exists() {
+                    unknown.push(format!("{page}: {word}"));
+                }
+            } else if word.contains("::") {
+                let call = word.split('(').next().unwrap_or_default();
+                let mut names = call.split("::");
+                if !names.all(|name| defined.contains(name)) {
+                    unknown.push(format!("{page}: {word}"));
+                }
+            }
+        }
+    }
+    assert!(unknown.is_empty(), "named on a page and not there: {unknown:#?}");
+}
+
+#[test]
+fn members_are_read_from_the_source() {
+    let source = "/// A.\npub struct A {\n /// b: c\n pub b: Vec<(u8, u8)>,\n pub c: [u8; 4],\n}\n\
+        #[derive(Debug)]\npub enum E { #[default]\n A, B { x: u8, y: Option<u8> }, C(D), F(Option<(A, u8)>), }";
+    assert_eq!(members(source, "A"), ["b", "c"]);
+    assert_eq!(members(source, "E"), ["A", "B", "x", "y", "C", "F"]);
+    let bounds = "const A: usize = 4 << 20;\n    const B: u64 = 1;\npub(super) const C: Duration =\n    Duration::from_secs(5);\nconst D: &str = \"x\";";
+    let expected = [("A", "4 << 20"), ("C", "5 s")].map(|(a, b)| (a.to_owned(), b.to_owned()));
+    assert_eq!(constants(bounds), expected);
+}

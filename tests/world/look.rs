@@ -1,0 +1,242 @@
+//! Looking at a cluster from outside: what lies on its disks, what its catalogue has, and the invariant that every state must hold.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rapidraid::client::Client;
+use rapidraid::code::{Code, reconstruct, table};
+use rapidraid::format::file::FileName;
+use rapidraid::format::records::{
+    Leaves, Receipt, Record, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState,
+};
+use rapidraid::id::{SaveId, Step, StripeId};
+use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryKv, Scope, Store};
+
+use super::{CLUSTER, Machine, World, job};
+
+/// Rounds of waiting for what goes on in the background, 100 ms each.
+const ROUNDS: usize = 1200;
+
+/// What a step has on the disks, by what a power cut would leave.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Held {
+    pub stripes: usize,
+    /// Of these, stripes that the catalogue has as archived.
+    pub archived: usize,
+    /// Whole good replicas, and whole good pieces of the attempts that count.
+    pub replicas: usize,
+    pub pieces: usize,
+}
+
+/// All files below a folder, by their paths.
+pub fn files_below(disk: &dyn Disk, folder: &str) -> Vec<String> {
+    let mut files = Vec::new();
+    for entry in disk.list(folder).unwrap_or_default() {
+        let path = if folder.is_empty() { entry.name } else { format!("{folder}/{}", entry.name) };
+        if entry.is_dir {
+            files.extend(files_below(disk, &path));
+        } else {
+            files.push(path);
+        }
+    }
+    files
+}
+
+impl Machine {
+    /// The data folder as a power cut would leave it now.
+    fn image(&self) -> Store {
+        let disk: Arc<dyn Disk> = Arc::new(self.disk.crash());
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let kv = Arc::new(MemoryKv::new());
+        let (store, _) = Store::open(disk, lock, kv, CLUSTER, &self.name).unwrap();
+        store
+    }
+}
+
+impl World {
+    /// Machine and path of all files in data folders whose path `wanted` likes.
+    pub fn files(&self, wanted: impl Fn(&str) -> bool) -> Vec<(usize, String)> {
+        let of = |(index, machine): (usize, &Machine)| {
+            files_below(&*machine.disk, "shards").into_iter().map(move |path| (index, path))
+        };
+        let all = self.machines.iter().enumerate().flat_map(of);
+        all.filter(|(_, path)| wanted(path)).collect()
+    }
+
+    /// Files of a save but its tombstones.
+    pub fn files_of(&self, save: SaveId) -> Vec<(usize, String)> {
+        let folder = format!("shards/{save}");
+        self.files(|path| path.starts_with(&folder) && !path.ends_with("/tombstone"))
+    }
+
+    /// Machines on which a file of this name is in quarantine.
+    pub fn quarantined(&self, name: &str) -> Vec<usize> {
+        let has = |machine: &Machine| {
+            files_below(&*machine.disk, "quarantine").iter().any(|path| path.ends_with(name))
+        };
+        (0..self.machines.len()).filter(|&index| has(&self.machines[index])).collect()
+    }
+
+    /// Keys of the catalogue that begin with `prefix`.
+    pub fn catalogue_keys(&self, prefix: &str) -> Vec<String> {
+        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let pairs = kv.scan(format!("k/{prefix}").as_bytes(), None, 1000).unwrap();
+        pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
+    }
+
+    /// Everything that lasts: all files with their bytes, and the catalogue's keys with their values.
+    pub fn snapshot(&self) -> BTreeMap<String, Vec<u8>> {
+        let mut all = BTreeMap::new();
+        for (index, path) in self.files(|_| true) {
+            let bytes = super::read_file(&*self.machines[index].disk, &path);
+            all.insert(format!("{index}:{path}"), bytes);
+        }
+        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        for (key, value) in kv.scan(b"k/", None, 1000).unwrap() {
+            all.insert(String::from_utf8(key).unwrap(), value);
+        }
+        all
+    }
+
+    /// Waits for what goes on in the background.
+    pub async fn until(&self, what: &str, reached: impl Fn() -> bool) {
+        for _ in 0..ROUNDS {
+            if reached() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("never came: {what}");
+    }
+
+    /// All memory is given back.
+    pub async fn assert_idle(&self) {
+        let idle = || self.nodes.values().all(|node| node.memory_in_use() == [0, 0, 0]);
+        self.until("all memory given back", idle).await;
+    }
+
+    /// Every save but the committed ones is gone: its files from all disks, its keys from the catalogue.
+    pub async fn assert_swept(&self, client: &Client) {
+        let listed = client.list(None).await.unwrap();
+        let kept: Vec<String> = listed.iter().map(|step| step.saved.save.to_string()).collect();
+        let foreign = |text: &str| !kept.iter().any(|save| text.contains(save.as_str()));
+        let swept = || {
+            let files = self.files(|path| foreign(path) && !path.ends_with("/tombstone"));
+            let keys = [self.catalogue_keys("s/"), self.catalogue_keys("t/")].concat();
+            files.is_empty() && !keys.iter().any(|key| foreign(key))
+        };
+        self.until("files and keys of other saves gone", swept).await;
+    }
+
+    /// Of each stripe of a committed step: n proven pieces once the catalogue says archived, of which k that span are enough; before
+    /// that a whole good replica of each block. Looks at what a power cut would leave of all machines, running or not.
+    pub async fn assert_invariant(&self, client: &Client, step: u64) -> Held {
+        let before = client.show(&job(), Some(Step(step))).await.unwrap();
+        let images: Vec<_> = self.machines[1..].iter().map(Machine::image).collect();
+        let after = client.show(&job(), Some(Step(step))).await.unwrap();
+        let mut held = Held::default();
+        for ((root, state), (_, later)) in before.shards.iter().zip(&after.shards) {
+            let stripes = root.geometry().unwrap().stripes();
+            for index in 0..stripes {
+                let found = look(&images, root, index, [state, later]);
+                let whole = found.replicated || found.spans;
+                assert!(whole, "stripe {index} of {} is lost: {found:?}", root.name);
+                let archived = matches!(state.stripe(index), Some(StripeState::Archived { .. }));
+                held.stripes += 1;
+                held.archived += usize::from(archived);
+                held.replicas += found.replicas;
+                held.pieces += found.pieces;
+            }
+        }
+        held
+    }
+}
+
+#[derive(Debug, Default)]
+struct Found {
+    replicas: usize,
+    pieces: usize,
+    replicated: bool,
+    spans: bool,
+}
+
+fn record<T>(
+    images: &[Store],
+    scope: Scope,
+    name: &str,
+    parse: impl Fn(&[u8]) -> Option<T>,
+) -> Option<T> {
+    images.iter().find_map(|store| parse(&store.get_small(scope, name).ok()??))
+}
+
+/// The record of a stripe, checked against the catalogue's root.
+pub fn fixed_part(images: &[Store], root: &ShardRoot, index: u32) -> StripeFixed {
+    let stripe = StripeId { shard: root.shard, index };
+    let leaves = record(images, Scope::Shard(root.shard), "leaves", |bytes| {
+        Leaves::parse(bytes).ok().filter(|leaves| root.admits(leaves))
+    });
+    let leaves = leaves.expect("no node has the leaves");
+    let fixed = record(images, Scope::Stripe(stripe), "record", |bytes| {
+        StripeRecord::parse(bytes).ok()?.open(root, &leaves, index).ok()
+    });
+    fixed.expect("no node has the stripe's record")
+}
+
+fn look(images: &[Store], root: &ShardRoot, index: u32, states: [&ShardState; 2]) -> Found {
+    let stripe = StripeId { shard: root.shard, index };
+    let fixed = fixed_part(images, root, index);
+    let mut found = Found::default();
+    let mut good: Vec<(FileName, [u8; 32])> = Vec::new();
+    for store in images {
+        for info in store.find(stripe).unwrap() {
+            let whole = store.open_file(info.key()).is_ok_and(|file| file.scrub().is_empty());
+            if whole {
+                good.push((info.content.name(), info.root));
+            }
+        }
+    }
+    let has_replica = |block: u8| {
+        let root = fixed.blocks[usize::from(block)].root;
+        good.iter().filter(|(name, is)| *name == FileName::Replica { block } && *is == root).count()
+    };
+    let wanted = (0..root.k).filter(|&block| fixed.cut.block_len(block) > 0);
+    let copies: Vec<usize> = wanted.map(has_replica).collect();
+    found.replicas = copies.iter().sum();
+    found.replicated = copies.iter().all(|&copies| copies > 0);
+    for state in states {
+        let Some(StripeState::Archived { attempt, code, .. }) = state.stripe(index) else {
+            continue;
+        };
+        let code = table::by_id(code).unwrap();
+        let receipt =
+            record(images, Scope::Stripe(stripe), &format!("receipt-{attempt}"), |bytes| {
+                Receipt::parse(bytes).ok().filter(|receipt| receipt.stripe == stripe)
+            });
+        let receipt = receipt.expect("archived, and no node has the receipt");
+        let proven = |(name, is): &&(FileName, [u8; 32])| match *name {
+            FileName::Piece { piece, attempt: of } => {
+                of == attempt && receipt.pieces[usize::from(piece)].root == *is
+            }
+            FileName::Replica { .. } => false,
+        };
+        let files: Vec<_> = good.iter().filter(proven).collect();
+        found.pieces = files.len();
+        let mut available: Vec<usize> = files
+            .iter()
+            .filter_map(|(name, _)| match name {
+                FileName::Piece { piece, .. } => Some(usize::from(*piece)),
+                FileName::Replica { .. } => None,
+            })
+            .collect();
+        if matches!(code, Code::Rs(_)) {
+            let kept = |block: &u8| fixed.cut.block_len(*block) == 0 || has_replica(*block) > 0;
+            available.extend((0..root.k).filter(kept).map(usize::from));
+        }
+        available.sort_unstable();
+        available.dedup();
+        let all: Vec<usize> = (0..usize::from(root.k)).collect();
+        found.spans = reconstruct(&code, &available, &all).is_ok();
+    }
+    found
+}

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use rapidraid::catalogue::records::Archiving;
 use rapidraid::code::CodeId;
 use rapidraid::format::FormatError;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
@@ -20,6 +21,8 @@ use rapidraid::id::{
 };
 use rapidraid::kind::Kind;
 use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
+use rapidraid::wire::order::Codec;
 
 use crate::fixture::Case;
 
@@ -142,6 +145,12 @@ fn receipt() -> Receipt {
     Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
 }
 
+fn archiving() -> Archiving {
+    let (plan, codec) = (PlanChoice::StripedStar, Codec::ReedSolomonErasure);
+    let options = ArchiveOptions { plan, codec, parallel: 300 };
+    Archiving { node: node_id("node-1"), lease: LEASE, options }
+}
+
 fn record<R: Record + PartialEq + 'static>(name: &str, value: R) -> Case {
     let bytes = value.to_bytes().unwrap();
     let parse = move |bytes: &[u8]| match R::parse(bytes) {
@@ -222,6 +231,7 @@ pub fn cases() -> Vec<Case> {
         record("node", node("node-1")),
         folder_record("epoch", "epoch"),
         record("leaves", Leaves { root: root(), hashes: leaves_of_root() }),
+        record("archiving", archiving()),
     ]
 }
 

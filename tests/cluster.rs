@@ -1,4 +1,6 @@
 //! Clusters in one process, under virtual time: what the promises of docs/semantics.md look like from outside.
+#![allow(clippy::disallowed_methods)] // a cluster in one process waits in real or virtual time
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
 mod world;
 

@@ -1,4 +1,6 @@
 //! All loss patterns of a (16,11) stripe: every set of up to five nodes is survived, every set of six is refused cleanly.
+#![allow(clippy::disallowed_methods)] // a cluster in one process waits until it is up
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
 mod world;
 

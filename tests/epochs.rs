@@ -1,4 +1,6 @@
 //! What a client says about epochs and generations binds no node.
+#![allow(clippy::disallowed_methods)] // a cluster in one process waits until it is up
+#![allow(clippy::unwrap_used)] // a test
 
 mod world;
 

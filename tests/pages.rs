@@ -83,8 +83,7 @@ fn types_have_their_rows(page_path: &str, file: &str, types: &[&str]) {
             (at <= 1 && at + 2 == cells.len()).then(|| *cells.last().unwrap())
         });
         let row = row.unwrap_or_else(|| panic!("{page_path} has no row for {name} of {file}"));
-        let found: Vec<&str> =
-            quoted(row).into_iter().filter(|word| !word.contains(|c: char| c == '/')).collect();
+        let found: Vec<&str> = quoted(row).into_iter().filter(|word| !word.contains('/')).collect();
         let known = |word: &&str| expected.iter().any(|name| name == word);
         let found: Vec<&str> = found.into_iter().filter(known).collect();
         assert_eq!(found, expected, "{page_path}: {name} is otherwise in {file}");

@@ -181,7 +181,7 @@ impl Saving {
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
-        Ok(self.client.ask_within(&Commit { job, step, save, shards: count }, LONG_LIMIT).await?)
+        self.client.ask_within(&Commit { job, step, save, shards: count }, LONG_LIMIT).await
     }
 
     async fn shard(&self, index: u32, shards: u32, shard: &NewShard) -> Result<(), ClientError> {
@@ -230,7 +230,7 @@ impl Saving {
             stripes_root: stripes_root(&hashes),
         };
         self.leaves(&root, hashes).await?;
-        Ok(self.client.ask(&Seal { root }).await?)
+        self.client.ask(&Seal { root }).await
     }
 
     async fn stripe(

@@ -60,7 +60,10 @@ impl Geometry {
         if k == 0 || n <= k || usize::from(n) > MAX_N || n > 2 * k {
             return error("n", n.into(), "k < n <= 2k, at most 32");
         }
-        if block_bytes == 0 || block_bytes % GRAIN_BYTES != 0 || block_bytes > MAX_BLOCK_BYTES {
+        if block_bytes == 0
+            || !block_bytes.is_multiple_of(GRAIN_BYTES)
+            || block_bytes > MAX_BLOCK_BYTES
+        {
             return error("block length", block_bytes, "a multiple of 64 KiB, at most 128 MiB");
         }
         if len_bytes.div_ceil(block_bytes * u64::from(k)) > u64::from(u32::MAX) {

@@ -1,6 +1,6 @@
 //! The records of docs/semantics.md, section 2: what the catalogue and the nodes keep besides data.
 //!
-//! Every record is sealed by [`envelope`](super::envelope). Shapes change only together with a version, a page and a fixture.
+//! Every record is sealed by [`envelope`]. Shapes change only together with a version, a page and a fixture.
 
 use serde::{Deserialize, Serialize};
 

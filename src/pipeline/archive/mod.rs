@@ -1,8 +1,8 @@
 //! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas into n proven pieces
 //! (docs/semantics.md, section 4).
 //!
-//! Split by idea: [`shard`] owns a shard and commits stripes; [`stripe`] archives one; [`orders`] turns a plan into orders and
-//! proofs into verdicts; [`replicas`] makes missing replicas again.
+//! Split by idea: `shard` owns a shard and commits stripes; `stripe` archives one; `orders` turns a plan into orders and
+//! proofs into verdicts; `replicas` makes missing replicas again.
 
 mod orders;
 mod replicas;

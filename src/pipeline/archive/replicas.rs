@@ -83,12 +83,12 @@ impl Coordinator {
             .filter(|&node| !info.places.contains(&node) && directory.is_live(node))
             .collect();
         let mut fetches = Vec::new();
-        for position in 0..n {
-            let node = places[position];
+        for (position, place) in places.iter_mut().enumerate() {
+            let node = *place;
             let answers = held.get(&node).is_some_and(Option::is_some);
             if !answers {
                 let missing = format!("node {} does not answer", directory.name(node));
-                places[position] = spares.pop().ok_or(ArchiveError::NoSpare { stripe, missing })?;
+                *place = spares.pop().ok_or(ArchiveError::NoSpare { stripe, missing })?;
             }
             for block in wanted(position) {
                 if answers && good(node, block) {
@@ -97,7 +97,7 @@ impl Coordinator {
                 let twin =
                     info.places.iter().copied().find(|&other| other != node && good(other, block));
                 let lost = ArchiveError::BlockLost { stripe, block: block as u32 + 1 };
-                fetches.push((places[position], block, twin.ok_or(lost)?));
+                fetches.push((*place, block, twin.ok_or(lost)?));
             }
         }
         for (node, block, from) in fetches {

@@ -45,10 +45,6 @@ pub const NODE_SETTINGS: &[&str] = &[
     "code.list",
     "code.block",
     "timeouts.lease_s",
-    "timeouts.stall_s",
-    "timeouts.connect_s",
-    "timeouts.admit_s",
-    "timeouts.save_s",
     "disk.high_water",
 ];
 
@@ -112,14 +108,6 @@ pub struct NodeConfig {
 pub struct Timeouts {
     /// How long a coordinator that is not heard of keeps its shard.
     pub lease: Duration,
-    /// How long a hop may stand without progress.
-    pub stall: Duration,
-    /// How long a connection may take to be made.
-    pub connect: Duration,
-    /// How long a plan may wait for memory and disk before it is refused.
-    pub admit: Duration,
-    /// How long a save that makes no progress is kept before it is collected.
-    pub save: Duration,
 }
 
 /// A client's settings.
@@ -193,13 +181,7 @@ impl NodeConfig {
             block_bytes: layers
                 .get("code.block", block, |v| value::size(v).filter(|bytes| is_block(*bytes)))?
                 .unwrap_or(DEFAULT_BLOCK_BYTES),
-            timeouts: Timeouts {
-                lease: seconds(&layers, "timeouts.lease_s", 10)?,
-                stall: seconds(&layers, "timeouts.stall_s", 10)?,
-                connect: seconds(&layers, "timeouts.connect_s", 5)?,
-                admit: seconds(&layers, "timeouts.admit_s", 30)?,
-                save: seconds(&layers, "timeouts.save_s", 600)?,
-            },
+            timeouts: Timeouts { lease: seconds(&layers, "timeouts.lease_s", 10)? },
             high_water_percent: layers
                 .get("disk.high_water", "a whole number of percent, 1 to 99", |v| {
                     u8::try_from(v.integer()?).ok().filter(|percent| (1..=99).contains(percent))

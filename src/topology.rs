@@ -1,6 +1,7 @@
 //! The nodes of the cluster as one side knows them: addresses, domains, and who is live.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::format::records::Node;
 use crate::id::{NodeId, PeerName};
@@ -11,12 +12,15 @@ use crate::wire::calls::NodeView;
 #[derive(Debug, Clone, Default)]
 pub struct Directory {
     nodes: BTreeMap<NodeId, NodeView>,
+    /// Nodes that did not answer whoever holds this directory, or a clone of it: their leases may live on for seconds.
+    silent: Arc<Mutex<HashSet<NodeId>>>,
 }
 
 impl Directory {
     /// The directory of these nodes.
     pub fn new(views: Vec<NodeView>) -> Self {
-        Self { nodes: views.into_iter().map(|view| (NodeId::of(&view.node.name), view)).collect() }
+        let nodes = views.into_iter().map(|view| (NodeId::of(&view.node.name), view)).collect();
+        Self { nodes, silent: Arc::default() }
     }
 
     /// Where a node is reached, if it is registered.
@@ -35,9 +39,16 @@ impl Directory {
         self.nodes.get(&node).map(|view| view.node.name.clone())
     }
 
-    /// Whether its lease lives.
+    /// Whether its lease lives, and it has not been found silent since.
     pub fn is_live(&self, node: NodeId) -> bool {
-        self.nodes.get(&node).is_some_and(|view| view.live)
+        let silent = || self.silent.lock().unwrap_or_else(PoisonError::into_inner);
+        self.nodes.get(&node).is_some_and(|view| view.live) && !silent().contains(&node)
+    }
+
+    /// Notes whether a node answered: silent ones are asked last. Gives whether that is news.
+    pub fn heard(&self, node: NodeId, answered: bool) -> bool {
+        let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
+        if answered { silent.remove(&node) } else { silent.insert(node) }
     }
 
     /// Live nodes that store data.

@@ -175,7 +175,6 @@ impl Client {
             caller: self.caller().clone(),
             workers: self.inner.workers.clone(),
             directory: self.directory().await?,
-            silent: Mutex::default(),
             incidents: Mutex::default(),
         });
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();

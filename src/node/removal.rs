@@ -24,6 +24,9 @@ use crate::wire::{Call, Failure};
 
 /// A node with many small files takes long to remove them.
 const SWEEP_LIMIT: Duration = Duration::from_secs(60);
+/// How often, and how long each time, a sweep waits for another one of the same save.
+const SWEEP_WAITS: u32 = 100;
+const SWEEP_WAIT: Duration = Duration::from_millis(100);
 /// Nodes asked at once.
 const AT_ONCE: usize = 32;
 /// Shards or stripes listed at a time.

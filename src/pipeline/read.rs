@@ -3,7 +3,9 @@
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
 //! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails, lies or is late is left out, and reading goes on from the same grain with others.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+mod way;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,13 +14,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::{join_all, try_join_all};
 
-use super::archive::blocks_at;
+pub use way::Lost;
+use way::{Holding, Way, explain, find_way};
+
 use super::records::StripeInfo;
 use super::workers::{WorkerDied, Workers};
 use crate::clock::deadline;
-use crate::code::{Code, CodeError, Program, reconstruct, table};
+use crate::code::{Code, CodeError, Program, reconstruct};
 use crate::format::file::FileName;
-use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
+use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::format::tree::GrainTree;
 use crate::gf::FingerprintKey;
 use crate::id::{Attempt, NodeId, StripeId};
@@ -105,32 +109,6 @@ impl ReadError {
     }
 }
 
-/// Why a stripe cannot be read: what it needs, and what is missing.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lost {
-    /// The shard's name.
-    pub shard: String,
-    /// The stripe's number in it.
-    pub stripe: u32,
-    /// What would do.
-    pub needs: String,
-    /// What is not there, by node.
-    pub missing: Vec<String>,
-}
-
-impl std::fmt::Display for Lost {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "stripe {} of {} cannot be read: it needs {}; missing: {}",
-            self.stripe,
-            self.shard,
-            self.needs,
-            self.missing.join(", ")
-        )
-    }
-}
-
 /// What readers of one restore share.
 pub struct Reading {
     /// Calls to nodes.
@@ -139,8 +117,6 @@ pub struct Reading {
     pub workers: Workers,
     /// The nodes.
     pub directory: Directory,
-    /// Nodes that did not answer during this restore.
-    pub silent: Mutex<HashSet<NodeId>>,
     /// What went wrong and was survived, for the report.
     pub incidents: Mutex<Vec<String>>,
 }
@@ -153,23 +129,6 @@ impl Reading {
             incidents.push(incident);
         }
     }
-}
-
-/// A file on a node, and the BLAKE3 that it must have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Holding {
-    node: NodeId,
-    file: FileName,
-    root: [u8; 32],
-}
-
-/// How a stripe is going to be read.
-#[derive(Debug, Clone)]
-enum Way {
-    /// For each wanted block its good replicas.
-    Replicas(BTreeMap<u8, Vec<Holding>>),
-    /// For each piece who has it.
-    Pieces { code: Code, attempt: Attempt, pieces: BTreeMap<usize, Holding> },
 }
 
 /// Reads one stripe.
@@ -213,15 +172,11 @@ async fn inspect_all(
     let asks = nodes.iter().map(|&node| async move {
         let to = reading.directory.address(node)?;
         let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
-        let mut silent = reading.silent.lock().unwrap_or_else(PoisonError::into_inner);
+        let news = reading.directory.heard(node, answer.is_ok());
         match answer {
-            Ok(files) => {
-                silent.remove(&node);
-                Some((node, files))
-            }
+            Ok(files) => Some((node, files)),
             Err(error) => {
-                if silent.insert(node) {
-                    drop(silent);
+                if news {
                     reading.note(format!("{} is left out: {error}", to.name));
                 }
                 None
@@ -245,12 +200,8 @@ impl StripeReader {
         let info = Arc::new(info);
         let mut nodes: BTreeSet<NodeId> = info.places.iter().copied().collect();
         nodes.extend(receipt.iter().flat_map(|receipt| &receipt.pieces).map(|piece| piece.node));
-        let known: BTreeSet<NodeId> = {
-            let silent = reading.silent.lock().unwrap_or_else(PoisonError::into_inner);
-            let answers =
-                |node: &NodeId| !silent.contains(node) && reading.directory.is_live(*node);
-            nodes.iter().copied().filter(answers).collect()
-        };
+        let known: BTreeSet<NodeId> =
+            nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
         let stripe = info.fixed.stripe;
         let mut held = inspect_all(&reading, stripe, &known, INSPECT_LIMIT).await;
         let mut found = find_way(&root, &info, state, receipt.as_ref(), blocks, &held)?;
@@ -610,157 +561,4 @@ impl StripeReader {
         };
         self.reading.workers.run(job).await?
     }
-}
-
-fn find_way(
-    root: &ShardRoot,
-    info: &StripeInfo,
-    state: StripeState,
-    receipt: Option<&Receipt>,
-    blocks: &[u8],
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> Result<Option<Way>, ReadError> {
-    let replicas: BTreeMap<u8, Vec<Holding>> =
-        blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
-    let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
-    if replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty()) {
-        return Ok(Some(Way::Replicas(replicas)));
-    }
-    let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
-    let unknown = || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
-    let code = table::by_id(code).ok_or_else(unknown)?;
-    if code.n() != usize::from(root.n) || code.k() != usize::from(root.k) {
-        return Err(unknown());
-    }
-    let pieces = pieces_of(info, attempt, &code, receipt, held);
-    let available: Vec<usize> = pieces.keys().copied().collect();
-    let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
-    match reconstruct(&code, &available, &wanted) {
-        Ok(_) => Ok(Some(Way::Pieces { code, attempt, pieces })),
-        Err(_) => Ok(None),
-    }
-}
-
-/// Good replicas of a block, spread: which holder comes first depends on the block.
-fn replicas_of(
-    info: &StripeInfo,
-    block: u8,
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> Vec<Holding> {
-    let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
-    let file = FileName::Replica { block };
-    let mut holders: Vec<Holding> = held
-        .iter()
-        .filter(|(_, files)| {
-            files.iter().any(|view| {
-                view.file == file
-                    && view.root == expected.root
-                    && view.len_bytes == expected.len_bytes
-            })
-        })
-        .map(|(&node, _)| Holding { node, file, root: expected.root })
-        .collect();
-    if holders.len() > 1 {
-        let turn = (usize::from(block) + info.fixed.stripe.index as usize) % holders.len();
-        holders.rotate_left(turn);
-    }
-    holders
-}
-
-fn pieces_of(
-    info: &StripeInfo,
-    attempt: Attempt,
-    code: &Code,
-    receipt: Option<&Receipt>,
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> BTreeMap<usize, Holding> {
-    let mut pieces = BTreeMap::new();
-    for (&node, files) in held {
-        for view in files {
-            let piece = match view.file {
-                FileName::Piece { piece, attempt: of } if of == attempt => usize::from(piece),
-                // In the classical code a replica is the systematic piece of the same number.
-                FileName::Replica { block } if matches!(code, Code::Rs(_)) => {
-                    let expected = info.fixed.blocks.get(usize::from(block));
-                    if expected.is_none_or(|expected| expected.root != view.root) {
-                        continue;
-                    }
-                    usize::from(block)
-                }
-                _ => continue,
-            };
-            // With a receipt a piece is what the receipt says; without one the decoded bytes decide.
-            let proven = receipt.and_then(|receipt| receipt.pieces.get(piece));
-            if piece < code.n() && proven.is_none_or(|proven| proven.root == view.root) {
-                pieces.insert(piece, Holding { node, file: view.file, root: view.root });
-            }
-        }
-    }
-    if matches!(code, Code::Rs(_)) {
-        // A block past the shard's end has no file anywhere, and is known all the same: all zero.
-        for block in (0..info.fixed.cut.k).filter(|&block| info.fixed.cut.block_len(block) == 0) {
-            if let Some(node) = held.keys().next() {
-                let (node, file) = (*node, FileName::Replica { block });
-                let root = *blake3::hash(&[]).as_bytes();
-                pieces.entry(block.into()).or_insert(Holding { node, file, root });
-            }
-        }
-    }
-    pieces
-}
-
-fn explain(
-    directory: &Directory,
-    root: &ShardRoot,
-    info: &StripeInfo,
-    state: StripeState,
-    receipt: Option<&Receipt>,
-    blocks: &[u8],
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> Lost {
-    let (n, k) = (usize::from(root.n), usize::from(root.k));
-    let gone =
-        |node: NodeId| if held.contains_key(&node) { "has it no more" } else { "is not reached" };
-    let mut missing = Vec::new();
-    let needs = match (state, receipt) {
-        (StripeState::Archived { .. }, Some(receipt)) => {
-            for piece in &receipt.pieces {
-                let file = match piece.form {
-                    PieceForm::File => {
-                        FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
-                    }
-                    PieceForm::Replica { block } => FileName::Replica { block },
-                };
-                let files = held.get(&piece.node);
-                if !files.is_some_and(|files| {
-                    files.iter().any(|view| view.file == file && view.root == piece.root)
-                }) {
-                    let (number, node) = (piece.piece + 1, directory.name(piece.node));
-                    missing.push(format!("piece {number} (node {node} {})", gone(piece.node)));
-                }
-            }
-            format!("{k} of its {n} pieces")
-        }
-        (StripeState::Archived { .. }, None) => {
-            missing.push("its receipt, which would name the pieces".into());
-            format!("{k} of its {n} pieces")
-        }
-        _ => {
-            for &block in blocks {
-                if info.fixed.cut.block_len(block) > 0 && replicas_of(info, block, held).is_empty()
-                {
-                    let at = (0..n).filter(|&position| {
-                        blocks_at(n, k, position).any(|b| b == usize::from(block))
-                    });
-                    let nodes = at.filter_map(|position| info.places.get(position));
-                    let nodes: Vec<String> = nodes
-                        .map(|&node| format!("{} {}", directory.name(node), gone(node)))
-                        .collect();
-                    missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
-                }
-            }
-            "one replica of each block".into()
-        }
-    };
-    Lost { shard: root.name.to_string(), stripe: info.fixed.stripe.index, needs, missing }
 }

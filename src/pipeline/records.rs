@@ -62,6 +62,7 @@ pub struct StripeInfo {
 /// Asks nodes, a few at a time, until `accept` likes an answer.
 async fn ask<T>(
     caller: &Caller,
+    directory: &Directory,
     nodes: Vec<NodeAddress>,
     root: &ShardRoot,
     record: RecordName,
@@ -74,7 +75,7 @@ async fn ask<T>(
             let call = call.clone();
             async move { (caller.call(&node, &call).await, node) }
         })
-        .buffered(ASK_AT_ONCE);
+        .buffer_unordered(ASK_AT_ONCE);
     let mut failures: HashMap<String, usize> = HashMap::new();
     while let Some((answer, node)) = answers.next().await {
         let failure = match answer {
@@ -86,7 +87,12 @@ async fn ask<T>(
                 }
             },
             Ok(None) => "not there".to_owned(),
-            Err(error) => format!("{:?}", error.kind()),
+            Err(error) => {
+                if error.is_unanswered() {
+                    directory.heard(NodeId::of(&node.name), false);
+                }
+                format!("{:?}", error.kind())
+            }
         };
         *failures.entry(failure).or_default() += 1;
     }
@@ -117,7 +123,7 @@ pub async fn leaves(
     directory: &Directory,
     root: &ShardRoot,
 ) -> Result<Leaves, RecordsError> {
-    ask(caller, candidates(directory, root, &[]), root, RecordName::Leaves, |bytes| {
+    ask(caller, directory, candidates(directory, root, &[]), root, RecordName::Leaves, |bytes| {
         let leaves = Leaves::parse(bytes).map_err(|error| error.to_string())?;
         if root.admits(&leaves) { Ok(leaves) } else { Err("not those of the commit".into()) }
     })
@@ -134,7 +140,7 @@ pub async fn stripe(
 ) -> Result<StripeInfo, RecordsError> {
     let places = place(&root.ring, root.n.into(), root.k.into(), index)?;
     let nodes = candidates(directory, root, &places);
-    ask(caller, nodes, root, RecordName::Stripe { index }, |bytes| {
+    ask(caller, directory, nodes, root, RecordName::Stripe { index }, |bytes| {
         let record = StripeRecord::parse(bytes).map_err(|error| error.to_string())?;
         let fixed = record.open(root, leaves, index).map_err(|error| error.to_string())?;
         Ok(StripeInfo { fixed, places: record.places })
@@ -153,7 +159,7 @@ pub async fn receipt(
     let index = info.fixed.stripe.index;
     let stripe = StripeId { shard: root.shard, index };
     let nodes = candidates(directory, root, &info.places);
-    ask(caller, nodes, root, RecordName::Receipt { index, attempt }, |bytes| {
+    ask(caller, directory, nodes, root, RecordName::Receipt { index, attempt }, |bytes| {
         let receipt = Receipt::parse(bytes).map_err(|error| error.to_string())?;
         let fits = receipt.stripe == stripe
             && receipt.attempt == attempt

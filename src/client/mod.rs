@@ -213,6 +213,16 @@ impl Client {
         }
     }
 
+    /// Asks one gateway, once: for what must not happen twice.
+    async fn ask_once<C: Call>(&self, call: &C, limit: Duration) -> Result<C::Answer, ClientError> {
+        let gateway = self.gateway().await?;
+        let answer = self.caller().call_within(&address(&gateway), call, limit).await;
+        if answer.as_ref().is_err_and(CallError::is_unanswered) {
+            self.set_gateway(None);
+        }
+        Ok(answer?)
+    }
+
     async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
         self.ask_within(call, CALL_LIMIT).await
     }
@@ -266,7 +276,8 @@ impl Client {
 
     /// Removes a committed step.
     pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
-        self.ask_within(&Remove { job: job.clone(), step }, LONG_LIMIT).await
+        // Asked once: a repeat could meet a newer save of the step, or report as missing what the first has removed.
+        self.ask_once(&Remove { job: job.clone(), step }, LONG_LIMIT).await
     }
 
     /// Archives a committed step (`None`: the latest) and watches; the work is a daemon's and goes on without us.

@@ -8,6 +8,9 @@ use crate::units::{BLOCK_ALIGN_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES};
 /// The most nodes or blocks that a code may have here.
 pub const MAX_N: usize = 32;
 
+/// The most stripes of one shard: their hashes fit into one record. 64 TiB at (16,11) and 64 MiB blocks.
+pub const MAX_STRIPES: u64 = 100_000;
+
 /// The cut of one shard: `k` blocks of `block_bytes` a stripe, the last stripe shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Geometry {
@@ -66,8 +69,12 @@ impl Geometry {
         {
             return error("block length", block_bytes, "a multiple of 64 KiB, at most 128 MiB");
         }
-        if len_bytes.div_ceil(block_bytes * u64::from(k)) > u64::from(u32::MAX) {
-            return error("shard length", len_bytes, "fewer than 2^32 stripes");
+        if len_bytes.div_ceil(block_bytes * u64::from(k)) > MAX_STRIPES {
+            return error(
+                "shard length",
+                len_bytes,
+                "at most 100,000 stripes: cut it into shards, or use longer blocks",
+            );
         }
         Ok(Self { len_bytes, block_bytes, k, n })
     }
@@ -79,7 +86,7 @@ impl Geometry {
 
     /// How many stripes there are; none for an empty shard.
     pub fn stripes(&self) -> u32 {
-        // `checked` keeps this below 2^32.
+        // `checked` keeps this below MAX_STRIPES.
         self.len_bytes.div_ceil(self.stripe_bytes()) as u32
     }
 

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use super::Node;
 use super::dispatch::Served;
 use super::failure::failure;
+use super::marks::receipt_name;
 use crate::budget::{Budget, Reservation};
 use crate::clock::deadline;
 use crate::format::file::{FileKey, FileName};
@@ -20,7 +21,7 @@ use crate::net::frame::FramedRecv;
 use crate::pipeline::hop::{HopError, STREAM_WINDOW_BYTES};
 use crate::pipeline::run::RunError;
 use crate::plan::Input;
-use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
+use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Scope, StoreError};
 use crate::units::MAX_BLOCK_BYTES;
 use crate::wire::calls::{
     BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read, ReadAnswer, Release,
@@ -317,6 +318,11 @@ impl Node {
         self.still_wanted(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
+            if let RunError::Store(StoreError::Conflict { key })
+            | RunError::Hop { source: HopError::Store(StoreError::Conflict { key }), .. } = error
+            {
+                self.set_unproven_aside(*key).await?;
+            }
             let rotten = match error {
                 RunError::Hop {
                     source: HopError::Corrupt { input: Input::Block(block), .. },
@@ -337,6 +343,19 @@ impl Node {
             let _ = look.await;
         }
         Ok(result?)
+    }
+
+    /// An unequal piece of an attempt without a receipt was never proven: it makes room for the next try.
+    async fn set_unproven_aside(&self, key: FileKey) -> Result<(), Failure> {
+        let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
+        self.on_store(move |store| {
+            let receipt = store.get_small(Scope::Stripe(key.stripe), &receipt_name(attempt))?;
+            match receipt {
+                Some(_) => Ok(()),
+                None => store.quarantine(key, "another piece of the same attempt, never proven"),
+            }
+        })
+        .await
     }
 
     pub(super) async fn release(&self, call: Release) -> Result<(), Failure> {

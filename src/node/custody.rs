@@ -80,9 +80,6 @@ impl Node {
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;
-                    if let Err(error) = self.take_over().await {
-                        tracing::warn!(%error, "looking for archivings whose coordinator is gone");
-                    }
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -91,6 +88,16 @@ impl Node {
             }
             self.runs.give_back_unused();
             self.clock.sleep(renewal(self.settings.lease)).await;
+        }
+    }
+
+    /// Looks for work that others left, again and again.
+    pub(super) async fn keep_looking(self: Arc<Self>) {
+        loop {
+            self.clock.sleep(renewal(self.settings.lease)).await;
+            if let Err(error) = self.take_over().await {
+                tracing::warn!(%error, "looking for archivings whose coordinator is gone");
+            }
         }
     }
 

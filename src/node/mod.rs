@@ -125,7 +125,7 @@ pub struct Node {
     runs: Runs,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
-    sweeping: Mutex<HashSet<SaveId>>,
+    sweeping: Arc<Mutex<HashSet<SaveId>>>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -180,13 +180,14 @@ impl Node {
             runs,
             fences: Mutex::default(),
             tombstones: Mutex::default(),
-            sweeping: Mutex::default(),
+            sweeping: Arc::default(),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
         });
         node.spawn(Self::accept);
         node.spawn(Self::keep_registered);
+        node.spawn(Self::keep_looking);
         if node.local.is_some() {
             node.spawn(Self::collect);
         }

@@ -143,13 +143,23 @@ impl Node {
 
     /// The sweep itself; the caller has seen the tombstone. One at a time per save: a long one is waited for by asking again.
     pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
-        let sweeping = || self.sweeping.lock().unwrap_or_else(PoisonError::into_inner);
-        if !sweeping().insert(save) {
-            return Err(failure(Kind::Busy, format!("save {save} is being swept here: ask again")));
+        let sweeping = self.sweeping.clone();
+        let mut waits = 0;
+        while !sweeping.lock().unwrap_or_else(PoisonError::into_inner).insert(save) {
+            waits += 1;
+            if waits > SWEEP_WAITS {
+                let text = format!("save {save} is being swept here: ask again");
+                return Err(failure(Kind::Busy, text));
+            }
+            self.clock.sleep(SWEEP_WAIT).await;
         }
-        let swept = self.on_store(move |store| sweep_files(store, save)).await;
-        sweeping().remove(&save);
-        swept
+        // The mark goes with the job, which runs on when nobody waits for it any more.
+        self.on_store(move |store| {
+            let swept = sweep_files(store, save);
+            sweeping.lock().unwrap_or_else(PoisonError::into_inner).remove(&save);
+            swept
+        })
+        .await
     }
 
     /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.

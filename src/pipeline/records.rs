@@ -163,7 +163,8 @@ pub async fn receipt(
         let receipt = Receipt::parse(bytes).map_err(|error| error.to_string())?;
         let fits = receipt.stripe == stripe
             && receipt.attempt == attempt
-            && receipt.pieces.len() == usize::from(root.n);
+            && receipt.pieces.len() == usize::from(root.n)
+            && (0..).zip(&receipt.pieces).all(|(number, piece)| piece.piece == number);
         if fits { Ok(receipt) } else { Err("of another stripe or attempt".into()) }
     })
     .await

@@ -247,12 +247,13 @@ impl Coordinator {
         self.claim(job, step, options, &tenure).await?;
         let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
         let waits = result.as_ref().is_err_and(|error| error.kind().is_transient());
-        if !waits {
-            self.unclaim(job, step, &tenure).await?;
-            self.catalogue.lease_revoke(tenure.lease).await?;
+        if waits {
+            // The record stays: its lease ends by itself, and somebody tries again then.
+            return result;
         }
-        // What waits for a node keeps its record: its lease ends by itself, and somebody tries again then.
-        result
+        let ended = self.unclaim(job, step, &tenure).await;
+        result.and(ended)?;
+        Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
     /// Records the archiving, or takes over one whose coordinator is gone.
@@ -322,7 +323,9 @@ impl Coordinator {
         let result = self.run_jobs(jobs, total_bytes, parallel, options, events).await;
         let (mut stripes, mut undropped) = (0, 0);
         for shard in &shards {
-            shard.release(self).await?;
+            if let Err(error) = shard.release(self).await {
+                tracing::info!(shard = %shard.root.name, %error, "its lease will end by itself");
+            }
             for state in shard.states().await {
                 if let StripeState::Archived { dropped, .. } = state {
                     stripes += 1;

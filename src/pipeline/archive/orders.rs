@@ -141,9 +141,9 @@ pub(super) fn judge(
                 ));
             }
         }
-        let form = match proof.kept_block {
-            Some(block) => PieceForm::Replica { block },
-            None => PieceForm::File,
+        let form = match plan.kept.iter().any(|(kept, _)| *kept == piece) {
+            true => PieceForm::Replica { block: piece },
+            false => PieceForm::File,
         };
         pieces.push(ReceiptPiece { piece, node: *node, form, root: proof.root });
     }

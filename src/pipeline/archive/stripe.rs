@@ -236,7 +236,13 @@ impl Coordinator {
                 _ => code,
             };
             let state = StripeState::Archived { attempt, code, generation, dropped: true };
-            shard.set(self, index, state).await?;
+            match shard.set(self, index, state).await {
+                // It does not fit into the shard's record now: the drop is asked for again another time.
+                Err(error @ ArchiveError::Format(_)) => {
+                    tracing::info!(%error, "a drop is not recorded")
+                }
+                recorded => recorded?,
+            }
         }
         Ok(())
     }

@@ -205,11 +205,13 @@ impl Coordinator {
         let index = info.fixed.stripe.index;
         let mut nodes =
             place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
+        let receipt = records::receipt(&self.caller, directory, &shard.root, info, attempt).await?;
+        // The places are a hint, perhaps of before a spare was taken; the receipt knows who holds the pieces.
         nodes.extend(info.places.iter().chain(places));
+        nodes.extend(receipt.pieces.iter().map(|piece| piece.node));
         nodes.sort_unstable();
         nodes.dedup();
         // Also nodes that held a replica and no piece need the receipt before they drop anything.
-        let receipt = records::receipt(&self.caller, directory, &shard.root, info, attempt).await?;
         let receipt = self.receipt_call(shard, &receipt)?;
         let call = Drop { stripe: info.fixed.stripe, attempt, generation };
         let drops = nodes.iter().map(|&node| {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio_util::sync::CancellationToken;
 
 use super::Node;
 use super::dispatch::Served;
@@ -310,11 +311,25 @@ impl Node {
         Ok(self.runs.reserve(order).await?)
     }
 
+    /// The run is a task of its own: its coordinator gives it up as soon as it hears of any failure, perhaps that of a neighbour, and
+    /// what was written here, or found rotten, has to be looked after all the same.
     pub(super) async fn run(self: &Arc<Self>, call: Run) -> Result<RunReport, Failure> {
-        let Some((stripe, blocks)) = self.runs.inputs(call.run) else {
+        let given_up = self.stop.child_token();
+        let _when_dropped = given_up.clone().drop_guard();
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.run_part(call.run, &given_up).await });
+        work.await.map_err(|_| failure(Kind::Internal, "the run's task did not end"))?
+    }
+
+    async fn run_part(
+        &self,
+        run: [u8; 16],
+        given_up: &CancellationToken,
+    ) -> Result<RunReport, Failure> {
+        let Some((stripe, blocks)) = self.runs.inputs(run) else {
             return Err(RunError::Unknown.into());
         };
-        let result = self.runs.run(call.run).await;
+        let result = self.runs.run(run, given_up).await;
         self.still_wanted(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
@@ -331,16 +346,11 @@ impl Node {
                 RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
                 _ => Vec::new(),
             };
-            let node = self.clone();
-            // A rotten replica is set aside, so that the coordinator finds it missing and makes it again. In a task of its own:
-            // the coordinator gives this call up as soon as it hears of any failure, perhaps that of a neighbour.
-            let look = self.tasks.spawn(async move {
-                for block in rotten {
-                    let file = FileName::Replica { block };
-                    let _ = node.suspect(Suspect { stripe, file }).await;
-                }
-            });
-            let _ = look.await;
+            for block in rotten {
+                // A rotten replica is set aside, so that the coordinator finds it missing and makes it again.
+                let file = FileName::Replica { block };
+                let _ = self.suspect(Suspect { stripe, file }).await;
+            }
         }
         Ok(result?)
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use super::hop::{
     HopError, PieceSlot, ReadBack, Shared, Streams, hop_bytes, run_hop, stream_in, stream_out,
@@ -73,6 +74,9 @@ pub enum RunError {
     /// Nobody reserved it, or it was given back.
     #[error("this run is not admitted here: its reservation has expired or was released")]
     Unknown,
+    /// Its coordinator waits for it no more, or the daemon stops.
+    #[error("its coordinator gave the run up, or the daemon is stopping")]
+    GivenUp,
     /// A hop failed.
     #[error("hop {hop}: {source}")]
     Hop {
@@ -96,6 +100,7 @@ impl RunError {
             RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
             RunError::Busy { .. } | RunError::NoRoom { .. } => Kind::Busy,
             RunError::Unknown => Kind::NotFound,
+            RunError::GivenUp => Kind::Unavailable,
             RunError::Hop { source, .. } => source.kind(),
             RunError::Store(error) => error.kind(),
             RunError::Worker(_) => Kind::Internal,
@@ -288,15 +293,23 @@ impl Runs {
         }
     }
 
-    /// Runs an admitted part to its end.
-    pub async fn run(&self, run: [u8; 16]) -> Result<RunReport, RunError> {
+    /// Runs an admitted part to its end. Once `given_up` is cancelled its hops end where they stand; a piece whose last bytes are
+    /// being made durable is finished first, so that nothing appears after this has returned.
+    pub async fn run(
+        &self,
+        run: [u8; 16],
+        given_up: &CancellationToken,
+    ) -> Result<RunReport, RunError> {
         let part = self.table().admitted.remove(&run).ok_or(RunError::Unknown)?;
-        // Also when this future is dropped, because its coordinator is gone.
         let _forget = Forget { runs: self, run };
-        self.run_part(part).await
+        self.run_part(part, given_up).await
     }
 
-    async fn run_part(&self, part: Admitted) -> Result<RunReport, RunError> {
+    async fn run_part(
+        &self,
+        part: Admitted,
+        given_up: &CancellationToken,
+    ) -> Result<RunReport, RunError> {
         let Admitted { order, code, mut waiting, memory, .. } = part;
         let began = self.clock.now();
         let shared = Arc::new(self.open(&order, code).await?);
@@ -317,7 +330,10 @@ impl Runs {
                     .map_err(hop_error)
             }
         });
-        let hops = try_join_all(hops).await?;
+        let hops = tokio::select! {
+            hops = try_join_all(hops) => hops?,
+            () = given_up.cancelled() => return Err(RunError::GivenUp),
+        };
         let proofs = self.prove(&order, shared).await?;
         drop(memory);
         let total_us = (self.clock.now() - began).as_micros() as u64;

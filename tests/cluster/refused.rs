@@ -8,7 +8,7 @@ use rapidraid::code::table;
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
-    CommitMark, Leaves, Receipt, Record, RemoveReason, ShardRoot, Tombstone,
+    CommitMark, Leaves, Receipt, Record, RemoveReason, ShardRoot, StripeState, Tombstone,
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Attempt, Epoch, Generation, NodeId, ShardId, Step, StripeId};
@@ -601,6 +601,15 @@ async fn evidence_of_another_cluster_is_none() {
     let stripe = StripeId { shard: root.shard, index: 0 };
     let call = Drop { stripe, attempt: Attempt([1; 16]), generation: GENERATION };
     assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Fenced);
+    let archived = client.show(&job(), Some(Step(1))).await.unwrap().shards.remove(0);
+    let Some(StripeState::Archived { attempt, generation, .. }) = archived.1.stripe(0) else {
+        panic!("step 1 is archived");
+    };
+    let stripe = StripeId { shard: archived.0.shard, index: 0 };
+    for (attempt, generation) in [(Attempt([1; 16]), generation), (attempt, GENERATION)] {
+        let call = Drop { stripe, attempt, generation };
+        assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Fenced);
+    }
     assert_eq!(world.snapshot(), before);
     let status = node.ask(&to, &NodeStatus {}).await.unwrap();
     assert_eq!(status.quarantined, 0);

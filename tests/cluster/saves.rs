@@ -283,7 +283,8 @@ async fn a_save_of_several_shards_is_visible_whole_or_not_at_all() {
     });
     gate.reached.notified().await;
     assert_eq!(client.list(None).await.unwrap(), []);
-    assert_eq!(restore_error(&client, 1).await.kind(), Kind::NotFound);
+    let error = restore_error(&client, 1).await.to_string();
+    assert!(error.contains("job/1 is not committed"), "{error}");
     gate.open();
     saving.await.unwrap().unwrap();
     save(&client, 2, &[("only", &good)]).await;

@@ -168,6 +168,7 @@ async fn the_watcher_may_go() {
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let (mut told, task) = archiving(world.client_of(2));
     told.recv().await.unwrap();
+    let began = tokio::time::Instant::now();
     task.abort();
     let _ = task.await;
     world
@@ -175,6 +176,7 @@ async fn the_watcher_may_go() {
             world.files(|path| path.ends_with(".rep")).is_empty()
         })
         .await;
+    assert!(began.elapsed() < world.lease, "it was the coordinator that went on");
     let held = world.assert_invariant(&client, 1).await;
     assert_eq!((held.archived, held.pieces), (STRIPES, 4 * STRIPES));
     assert_exact(&client, 1).await;

@@ -521,7 +521,10 @@ mod tests {
         assert!(matches!(runs.reserve(order(2)).await, Err(RunError::Busy { .. })));
         tokio::time::advance(UNUSED_LIMIT).await;
         runs.reserve(order(3)).await.unwrap();
-        assert!(matches!(runs.run([1; 16], &CancellationToken::new()).await, Err(RunError::Unknown)));
+        assert!(matches!(
+            runs.run([1; 16], &CancellationToken::new()).await,
+            Err(RunError::Unknown)
+        ));
         runs.release([3; 16]);
         assert_eq!(memory.used_bytes(), 0);
     }

@@ -34,9 +34,7 @@ async fn every_plan_archives_and_every_byte_comes_back() {
         assert_eq!(report.incidents, Vec::<String>::new());
         client.verify(&job(), None, quiet()).await.unwrap();
     }
-    for node in world.nodes.values() {
-        assert_eq!(node.memory_in_use(), [0, 0, 0], "{}", node.settings().name);
-    }
+    world.assert_idle().await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -29,7 +29,8 @@ fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
     }
 }
 
-fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<(), Failure> {
+/// Checks a stripe's record; answers with its fixed part.
+fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, Failure> {
     let record = StripeRecord::parse(bytes)?;
     let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
     if fixed.stripe != stripe {
@@ -38,13 +39,13 @@ fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<(), Failure> {
             format!("a record of stripe {} for {stripe}", fixed.stripe),
         ));
     }
-    Ok(())
+    Ok(record.fixed)
 }
 
 impl Node {
     pub(super) async fn put_record(&self, call: PutRecord) -> Result<(), Failure> {
         self.admit_write(call.shard, call.generation).await?;
-        match call.record {
+        let fixed = match call.record {
             RecordName::Leaves => {
                 let leaves = Leaves::parse(&call.bytes)?;
                 if leaves.root.shard != call.shard || !leaves.root.admits(&leaves) {
@@ -53,16 +54,24 @@ impl Node {
                         format!("the leaves are not those of shard {}", call.shard),
                     ));
                 }
+                call.bytes.clone()
             }
             RecordName::Stripe { index } => {
-                check_stripe_record(&call.bytes, StripeId { shard: call.shard, index })?;
+                check_stripe_record(&call.bytes, StripeId { shard: call.shard, index })?
             }
             RecordName::Receipt { .. } | RecordName::Mark => {
                 return Err(failure(Kind::Denied, "receipts and marks come from nodes"));
             }
-        }
+        };
         let (scope, name) = place_of(call.shard, call.record);
-        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await?;
+        // The save may be committed by now, also where no mark says so: what it fixed is written once. A rotten copy is none.
+        let is_same = move |old: &[u8]| match call.record {
+            RecordName::Stripe { .. } => {
+                StripeRecord::parse(old).map_or(true, |record| record.fixed == fixed)
+            }
+            _ => Leaves::parse(old).is_err() || old == fixed,
+        };
+        self.on_store(move |store| store.put_small_if(scope, &name, &call.bytes, is_same)).await?;
         self.still_wanted(call.shard.save()).await
     }
 

@@ -121,6 +121,12 @@ pub enum StoreError {
         /// The file.
         key: FileKey,
     },
+    /// A record that never changes is there with other content.
+    #[error("{path} is there already with other content, and never changes: it is kept")]
+    Fixed {
+        /// The record.
+        path: String,
+    },
     /// The folder belongs to another cluster or node.
     #[error("this data folder belongs to {found}, not to {ours}: give the daemon its own folder")]
     Foreign {
@@ -167,7 +173,7 @@ impl StoreError {
             | Self::Grain { .. }
             | Self::ReadBack { .. }
             | Self::Root { .. } => Kind::Corrupt,
-            Self::Conflict { .. } => Kind::Exists,
+            Self::Conflict { .. } | Self::Fixed { .. } => Kind::Exists,
             Self::Foreign { .. } | Self::NoIdentity => Kind::Denied,
             Self::StaleEpoch { .. } => Kind::Fenced,
             Self::Misuse { .. } | Self::Name { .. } | Self::TooLong { .. } => Kind::Invalid,

@@ -77,6 +77,25 @@ impl Store {
         Ok(())
     }
 
+    /// As [`put_small`](Self::put_small), but over an older record only if `may_replace` says so; otherwise
+    /// [`StoreError::Fixed`], and the older one stays.
+    pub fn put_small_if(
+        &self,
+        scope: Scope,
+        name: &str,
+        bytes: &[u8],
+        may_replace: impl FnOnce(&[u8]) -> bool,
+    ) -> Result<(), StoreError> {
+        let path = scope.path(name)?;
+        let old_bytes = self.put_record_if(&path, bytes, |old| {
+            // What is longer than a record can be is none.
+            let fits = old.len_bytes()? > MAX_SMALL_BYTES || may_replace(&read_all(old)?);
+            if fits { Ok(()) } else { Err(StoreError::Fixed { path: path.clone() }) }
+        })?;
+        self.index().count_small(old_bytes, Some(bytes.len() as u64));
+        Ok(())
+    }
+
     /// A small record, or `None`.
     pub fn get_small(&self, scope: Scope, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
         self.get_record(&scope.path(name)?)
@@ -105,6 +124,16 @@ impl Store {
 
     /// Writes a record anywhere in the folder; gives the length of the one that was there.
     pub(super) fn put_record(&self, path: &str, bytes: &[u8]) -> Result<Option<u64>, StoreError> {
+        self.put_record_if(path, bytes, |_| Ok(()))
+    }
+
+    /// `check` sees the record that is there, when no other name can change.
+    fn put_record_if(
+        &self,
+        path: &str,
+        bytes: &[u8],
+        check: impl FnOnce(&dyn DiskFile) -> Result<(), StoreError>,
+    ) -> Result<Option<u64>, StoreError> {
         if bytes.len() as u64 > MAX_SMALL_BYTES {
             return Err(StoreError::TooLong { bytes: bytes.len() as u64 });
         }
@@ -113,16 +142,19 @@ impl Store {
             file.write_at(bytes, 0)?;
             file.sync()
         });
-        let old_len = || match if_found(self.disk().open(path))? {
-            Some(file) => file.len_bytes().map(Some),
-            None => Ok(None),
+        let old_len = || -> Result<Option<u64>, StoreError> {
+            let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
+            check(file.as_ref())?;
+            Ok(Some(file.len_bytes()?))
         };
-        let done = written.and_then(|()| self.names().publish(&temporary, path, old_len));
+        let done = written
+            .map_err(StoreError::from)
+            .and_then(|()| self.names().publish(&temporary, path, old_len));
         if done.is_err() {
             // Whatever is left of it goes at the next open.
             let _ = self.disk().remove(&temporary);
         }
-        Ok(done?)
+        done
     }
 
     /// Reads a record from anywhere in the folder.

@@ -4,6 +4,8 @@
 
 mod world;
 
+#[path = "cluster/admission.rs"]
+mod admission;
 #[path = "cluster/plans.rs"]
 mod plans;
 #[path = "cluster/refused.rs"]

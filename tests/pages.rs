@@ -144,6 +144,7 @@ fn every_message_is_on_its_page() {
         "NodeView",
         "NodeStatusAnswer",
         "RecordName",
+        "BlockAdmitted",
         "BlockTrailer",
         "PutBlockAnswer",
         "FileView",

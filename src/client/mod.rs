@@ -122,11 +122,11 @@ struct Inner {
     workers: Workers,
 }
 
-/// The client's share of memory: up to 16 connections hold up to 2 MiB in and 2 MiB out each.
+/// A restore reads up to four files from one node at once, a window each: all of them fit into the connection's.
 fn limits() -> TransportLimits {
     TransportLimits {
         stream_window_bytes: STREAM_WINDOW_BYTES as u32,
-        connection_window_bytes: 2 << 20,
+        connection_window_bytes: 4 << 20,
         send_window_bytes: 2 << 20,
         ..TransportLimits::default()
     }

@@ -62,6 +62,14 @@ impl FramedRecv {
 
     /// The next frame's body, or `None` when the stream has ended cleanly in front of it.
     pub async fn read_frame(&mut self, limit_bytes: usize) -> Result<Option<Bytes>, NetError> {
+        let Some(len_bytes) = self.frame_len(limit_bytes).await? else { return Ok(None) };
+        let body = self.assemble(len_bytes).await?;
+        self.body_bytes = None;
+        Ok(Some(body))
+    }
+
+    /// The length of the next frame, before any of it is read; `None` when the stream has ended cleanly in front of it.
+    pub async fn frame_len(&mut self, limit_bytes: usize) -> Result<Option<usize>, NetError> {
         let len_bytes = match self.body_bytes {
             Some(len_bytes) => len_bytes,
             None => {
@@ -79,9 +87,7 @@ impl FramedRecv {
                 limit_bytes: limit_bytes as u64,
             });
         }
-        let body = self.assemble(len_bytes).await?;
-        self.body_bytes = None;
-        Ok(Some(body))
+        Ok(Some(len_bytes))
     }
 
     /// Exactly `len_bytes` bulk bytes (at most [`MAX_CONTIGUOUS_BYTES`]) in one piece.

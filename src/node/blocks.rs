@@ -7,7 +7,7 @@ use bytes::Bytes;
 use tokio_util::sync::CancellationToken;
 
 use super::Node;
-use super::dispatch::Served;
+use super::dispatch::{Request, Served};
 use super::failure::failure;
 use super::marks::receipt_name;
 use crate::budget::{Budget, Reservation};
@@ -16,29 +16,37 @@ use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::format::tree::GrainTree;
 use crate::gf::{Fingerprint, FingerprintKey};
+use crate::id::NodeId;
 use crate::kind::Kind;
-use crate::net::call::{Exchange, address};
+use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
-use crate::pipeline::hop::{HopError, STREAM_WINDOW_BYTES};
+use crate::pipeline::hop::{HopError, SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::run::RunError;
 use crate::plan::Input;
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Scope, StoreError};
-use crate::units::MAX_BLOCK_BYTES;
+use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 use crate::wire::calls::{
-    BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read, ReadAnswer, Release,
-    Reserve, Run, Suspect,
+    BlockAdmitted, BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read,
+    ReadAnswer, Release, Reserve, Run, Suspect,
 };
 use crate::wire::order::RunReport;
-use crate::wire::{
-    BULK_CHUNK_BYTES, Failure, MAX_FRAME_BYTES, message_to_bytes, parse_message, parse_request,
-};
+use crate::wire::{BULK_CHUNK_BYTES, Failure, NodeAddress, message_to_bytes, parse_message};
 
 /// A peer that sends or takes nothing for so long has failed.
 const STALL_LIMIT: Duration = Duration::from_secs(15);
 /// How long a block or a read waits for memory.
-const MEMORY_LIMIT: Duration = Duration::from_secs(10);
-/// What one incoming block works in.
-const PUT_BYTES: u64 = STREAM_WINDOW_BYTES + BLOCK_WRITER_BYTES + 3 * BULK_CHUNK_BYTES as u64;
+const MEMORY_LIMIT: Duration = Duration::from_secs(6);
+/// How long the first holder of a block waits until the second has admitted it. Longer than [`MEMORY_LIMIT`], so that the
+/// second's own answer comes first; with it, shorter than a client waits.
+const FORWARD_LIMIT: Duration = Duration::from_secs(8);
+/// What one incoming block works in: its stream, the one to its second holder, the writer, the trailer, and chunks on their way.
+const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
+    + SEND_BYTES
+    + BLOCK_WRITER_BYTES
+    + MAX_TRAILER_BYTES
+    + 3 * BULK_CHUNK_BYTES as u64;
+/// The longest [`BlockTrailer`]: a root, a count, and 16 bytes a grain.
+const MAX_TRAILER_BYTES: u64 = 64 + 16 * (MAX_BLOCK_BYTES / GRAIN_BYTES);
 /// What one read works in.
 const READ_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
 
@@ -59,9 +67,13 @@ impl Node {
         Ok(deadline(&*self.clock, STALL_LIMIT, recv.read_exact(want)).await??)
     }
 
-    pub(super) async fn put_block(self: &Arc<Self>, body: &[u8], mut served: Served) {
-        let answer = match parse_request::<PutBlock>(body) {
-            Ok(call) => self.store_block(call, &mut served.recv).await,
+    pub(super) async fn put_block(self: &Arc<Self>, request: Request, mut served: Served) {
+        let answer = match request.parse::<PutBlock>() {
+            Ok(call) => match self.store_block(call, &mut served).await {
+                Ok(Some(answer)) => Ok(answer),
+                Ok(None) => return,
+                Err(failure) => Err(failure),
+            },
             Err(error) => Err(error.into()),
         };
         if let Err(failure) = &answer {
@@ -90,11 +102,12 @@ impl Node {
         Ok(())
     }
 
+    /// `None`: it was not admitted, which the sender knows.
     async fn store_block(
         self: &Arc<Self>,
         call: PutBlock,
-        recv: &mut FramedRecv,
-    ) -> Result<PutBlockAnswer, Failure> {
+        served: &mut Served,
+    ) -> Result<Option<PutBlockAnswer>, Failure> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             let text =
                 format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
@@ -102,11 +115,22 @@ impl Node {
         }
         self.admit_write(call.stripe.shard, call.generation).await?;
         self.check_room(call.len_bytes)?;
-        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
-        let mut forward = match &call.forward {
-            Some(to) => Some(Forward::open(self, to, &call).await),
-            None => None,
+        let (_memory, mut forward) = match self.admit_block(&call).await? {
+            Ok(admitted) => admitted,
+            Err(refused) => {
+                let answer = BlockAdmitted {
+                    second_refused: Some((refused.kind.wire_code(), refused.message)),
+                };
+                if self.answer(served, Ok(answer)).await {
+                    let _ = served.send.finish().await;
+                }
+                return Ok(None);
+            }
         };
+        if !self.answer(served, Ok(BlockAdmitted { second_refused: None })).await {
+            return Ok(None);
+        }
+        let recv = &mut served.recv;
         let key = Arc::new(FingerprintKey::derive(&call.fingerprint_key));
         let found: Arc<Mutex<Vec<Fingerprint>>> = Arc::default();
         let collect = found.clone();
@@ -135,7 +159,8 @@ impl Node {
             let (stored, ()) = tokio::join!(self.write(writer, chunk.clone()), forwarding);
             writer = stored?;
         }
-        let frame = deadline(&*self.clock, STALL_LIMIT, recv.read_frame(MAX_FRAME_BYTES)).await??;
+        let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
+        let frame = deadline(&*self.clock, STALL_LIMIT, frame).await??;
         let missing = || failure(Kind::Invalid, "the block's trailer is missing");
         let trailer: BlockTrailer =
             parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
@@ -157,15 +182,35 @@ impl Node {
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
         self.still_wanted(call.stripe.shard.save()).await?;
-        Ok(PutBlockAnswer { forwarded })
+        Ok(Some(PutBlockAnswer { forwarded }))
+    }
+
+    /// Takes the memory of a block here and at its second holder, in node-id order: blocks on their way from A to B never wait
+    /// for those from B to A while these wait for them. The inner error is the second holder's.
+    #[allow(clippy::type_complexity)]
+    async fn admit_block(
+        &self,
+        call: &PutBlock,
+    ) -> Result<Result<(Reservation, Option<Forward>), Failure>, Failure> {
+        let mine = || self.memory(&self.budgets.save, PUT_BYTES);
+        let Some(to) = &call.forward else { return Ok(Ok((mine().await?, None))) };
+        let (memory, forward);
+        if self.id < NodeId::of(&to.name) {
+            memory = mine().await?;
+            forward = Forward::open(self, to, call).await;
+        } else {
+            forward = Forward::open(self, to, call).await;
+            memory = mine().await?;
+        }
+        Ok(forward.map(|forward| (memory, Some(forward))))
     }
 
     async fn write(&self, mut writer: BlockWriter, chunk: Bytes) -> Result<BlockWriter, Failure> {
         self.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
     }
 
-    pub(super) async fn read(self: &Arc<Self>, body: &[u8], mut served: Served) {
-        let prepared = match parse_request::<Read>(body) {
+    pub(super) async fn read(self: &Arc<Self>, request: Request, mut served: Served) {
+        let prepared = match request.parse::<Read>() {
             Ok(call) => self.open_read(call).await,
             Err(error) => Err(error.into()),
         };
@@ -380,15 +425,20 @@ struct Forward {
 }
 
 impl Forward {
-    async fn open(node: &Node, to: &crate::wire::NodeAddress, call: &PutBlock) -> Self {
+    /// Returns when the second holder has taken the memory for it.
+    async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, Failure> {
         let call = PutBlock { forward: None, ..call.clone() };
-        let open = deadline(&*node.clock, STALL_LIMIT, node.caller.open(&address(to), &call)).await;
-        let exchange = match open {
-            Ok(Ok(exchange)) => Ok(exchange),
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(late) => Err(format!("{}: {late}", to.name)),
+        let open = async {
+            let mut exchange = node.caller.open(&address(to), &call).await?;
+            let _: BlockAdmitted = exchange.answer().await?;
+            Ok::<_, CallError>(exchange)
         };
-        Self { exchange }
+        match deadline(&*node.clock, FORWARD_LIMIT, open).await {
+            Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
+            Ok(Err(CallError::Failed(refusal))) => Err(refusal),
+            Ok(Err(error)) => Err(failure(Kind::Unavailable, error.to_string())),
+            Err(late) => Err(failure(Kind::Unavailable, format!("{}: {late}", to.name))),
+        }
     }
 
     async fn write(&mut self, node: &Node, chunk: Bytes) {

@@ -42,6 +42,7 @@ impl Node {
             ("archive", &self.budgets.archive),
             ("save", &self.budgets.save),
             ("restore", &self.budgets.restore),
+            ("control", &self.budgets.control),
         ];
         let mut notes = Vec::new();
         if totals.quarantined > 0 {

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use super::{Node, NodeParts, NodeSettings};
+use super::{Node, NodeParts, NodeSettings, archive_share_bytes, save_share_bytes};
 use crate::catalogue::CatalogueError;
 use crate::clock::SystemClock;
 use crate::code::table;
@@ -19,8 +19,12 @@ use crate::store::{Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, RealDisk, SledKv, St
 
 /// The folder of the catalogue's map, in the data folder of the node that hosts it.
 const CATALOGUE_DIR: &str = "catalogue";
-/// sled's caches, inside the eighth of the budget that is nobody's share.
-const INDEX_CACHE_BYTES: u64 = 4 << 20;
+/// The most that each of sled's caches, the index's and the catalogue's, is given of the sixteenth that is nobody's share.
+const MAX_INDEX_CACHE_BYTES: u64 = 4 << 20;
+/// Of a connection's window, what is not for admitted streams: messages, and files that this node reads from the peer.
+const CONTROL_WINDOW_BYTES: u64 = 8 << 20;
+/// Of a connection's streams, those for hops that nobody admitted: they are refused, and must not hold up the others.
+const SPARE_STREAMS: u64 = 64;
 /// Threads for blocking work.
 const WORKERS: usize = 8;
 
@@ -81,11 +85,17 @@ pub struct Daemon {
     address: SocketAddr,
 }
 
-fn limits() -> TransportLimits {
+/// All streams that the budget can admit, should they come from one node, fit into the windows and the number of streams of
+/// its connection: a stream that stands because its hop waits takes nothing that another needs.
+fn limits(memory_bytes: u64) -> TransportLimits {
+    let admitted_bytes = archive_share_bytes(memory_bytes) + save_share_bytes(memory_bytes);
+    let window_bytes = admitted_bytes + CONTROL_WINDOW_BYTES;
+    let streams = archive_share_bytes(memory_bytes) / STREAM_WINDOW_BYTES + SPARE_STREAMS;
     TransportLimits {
         stream_window_bytes: STREAM_WINDOW_BYTES as u32,
-        connection_window_bytes: 8 << 20,
+        connection_window_bytes: u32::try_from(window_bytes).unwrap_or(u32::MAX),
         send_window_bytes: 4 << 20,
+        max_uni_streams: u32::try_from(streams).unwrap_or(u32::MAX),
         ..TransportLimits::default()
     }
 }
@@ -108,10 +118,11 @@ impl Daemon {
         }
         let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
-        let (index, _) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), INDEX_CACHE_BYTES)?;
+        let cache_bytes = (config.memory_bytes / 32).min(MAX_INDEX_CACHE_BYTES);
+        let (index, _) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes)?;
         let catalogue_kv: Option<Arc<dyn Kv>> = if config.serve_catalogue {
             // An empty map in the place of a damaged one is found out by its epoch.
-            let (kv, _) = SledKv::open(&lock, &disk.root().join(CATALOGUE_DIR), INDEX_CACHE_BYTES)?;
+            let (kv, _) = SledKv::open(&lock, &disk.root().join(CATALOGUE_DIR), cache_bytes)?;
             Some(Arc::new(kv))
         } else {
             None
@@ -125,8 +136,13 @@ impl Daemon {
         )?;
         tracing::info!(?found, "data folder opened");
         let clock = SystemClock::new();
-        let transport =
-            QuicTransport::listen(config.listen, &identity, &limits(), clock.clone()).await?;
+        let transport = QuicTransport::listen(
+            config.listen,
+            &identity,
+            &limits(config.memory_bytes),
+            clock.clone(),
+        )
+        .await?;
         let address = transport.local_addr()?;
         let segmentation_offload = transport.segmentation_offload();
         let settings = NodeSettings {

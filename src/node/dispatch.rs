@@ -6,14 +6,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::sync::Semaphore;
 
 use super::Node;
 use super::failure::failure;
+use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::kind::Kind;
 use crate::net::frame::{FramedRecv, write_frame};
-use crate::net::{Connection, Peer, RecvStream, Role, SendStream};
+use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Commit, Drop, Fetch,
     GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
@@ -21,16 +23,32 @@ use crate::wire::calls::{
     Register, Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
-    Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, answer_to_bytes, parse_message,
+    Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
     parse_request, split_request,
 };
 
+/// The longest [`StreamHeader`].
+const MAX_STREAM_HEADER_BYTES: usize = 64;
 /// A peer that opens a stream says what it wants within this.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 /// A peer takes an answer within this.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 /// Calls of one connection at once.
 const CALLS_AT_ONCE: usize = 256;
+
+/// A request as it came, and its memory until it is parsed.
+pub(super) struct Request {
+    frame: Bytes,
+    _memory: Reservation,
+}
+
+impl Request {
+    /// What is asked.
+    pub(super) fn parse<C: Call>(self) -> Result<C, WireError> {
+        let (_, body) = split_request(&self.frame)?;
+        parse_request(body)
+    }
+}
 
 /// An open call on the serving side.
 pub(super) struct Served {
@@ -87,7 +105,8 @@ impl Node {
             return;
         }
         let mut stream = FramedRecv::new(stream);
-        let frame = deadline(&*self.clock, REQUEST_LIMIT, stream.read_frame(MAX_FRAME_BYTES)).await;
+        let frame = stream.read_frame(MAX_STREAM_HEADER_BYTES);
+        let frame = deadline(&*self.clock, REQUEST_LIMIT, frame).await;
         let header = match frame {
             Ok(Ok(Some(frame))) => parse_message::<StreamHeader>(&frame, "a stream header").ok(),
             _ => None,
@@ -99,10 +118,9 @@ impl Node {
     }
 
     async fn call(self: &Arc<Self>, mut served: Served) {
-        let read =
-            deadline(&*self.clock, REQUEST_LIMIT, served.recv.read_frame(MAX_FRAME_BYTES)).await;
-        let frame = match read {
-            Ok(Ok(Some(frame))) => frame,
+        let read = deadline(&*self.clock, REQUEST_LIMIT, self.request(&mut served.recv)).await;
+        let request = match read {
+            Ok(Ok(Some(request))) => request,
             Ok(Ok(None)) => return,
             Ok(Err(error)) => {
                 tracing::warn!(peer = %served.peer, %error, "a request did not come through");
@@ -111,8 +129,8 @@ impl Node {
             }
             Err(_) => return served.recv.stop(Kind::Timeout.wire_code()),
         };
-        let (number, body) = match split_request(&frame) {
-            Ok(split) => split,
+        let number = match split_request(&request.frame) {
+            Ok((number, _)) => number,
             Err(error) => return self.refuse(served, error.into()).await,
         };
         let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
@@ -125,7 +143,19 @@ impl Node {
                 format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
             return self.refuse(served, failure(Kind::Denied, denied)).await;
         }
-        self.dispatch(number, body, served).await;
+        self.dispatch(number, request, served).await;
+    }
+
+    /// A request's memory is taken before its bytes are read: many long ones at once wait for each other, not for more memory.
+    async fn request(&self, recv: &mut FramedRecv) -> Result<Option<Request>, NetError> {
+        let Some(len_bytes) = recv.frame_len(MAX_FRAME_BYTES).await? else { return Ok(None) };
+        let memory = self.budgets.control.reserve(len_bytes as u64).await;
+        let memory = memory.map_err(|_| NetError::FrameTooLong {
+            len_bytes: len_bytes as u64,
+            limit_bytes: self.budgets.control.total_bytes(),
+        })?;
+        let frame = recv.read_frame(MAX_FRAME_BYTES).await?;
+        Ok(frame.map(|frame| Request { frame, _memory: memory }))
     }
 
     pub(super) async fn refuse(&self, mut served: Served, refusal: Failure) {
@@ -156,14 +186,14 @@ impl Node {
     /// Parses, works, answers. The work ends when the caller resets its stream.
     async fn reply<C, F>(
         self: &Arc<Self>,
-        body: &[u8],
+        request: Request,
         mut served: Served,
         work: impl FnOnce(C) -> F,
     ) where
         C: Call,
         F: Future<Output = Result<C::Answer, Failure>>,
     {
-        let call = match parse_request::<C>(body) {
+        let call = match request.parse::<C>() {
             Ok(call) => call,
             Err(error) => return self.refuse(served, error.into()).await,
         };
@@ -185,10 +215,10 @@ impl Node {
         }
     }
 
-    async fn dispatch(self: &Arc<Self>, number: u8, body: &[u8], served: Served) {
+    async fn dispatch(self: &Arc<Self>, number: u8, request: Request, served: Served) {
         macro_rules! reply {
             ($call:ident => $work:expr) => {
-                self.reply::<$call, _>(body, served, $work).await
+                self.reply::<$call, _>(request, served, $work).await
             };
         }
         match number {
@@ -225,9 +255,9 @@ impl Node {
             Fetch::NUMBER => reply!(Fetch => |call| self.fetch(call)),
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
             Sweep::NUMBER => reply!(Sweep => |call| self.sweep(call)),
-            Archive::NUMBER => self.archive(body, served).await,
-            PutBlock::NUMBER => self.put_block(body, served).await,
-            Read::NUMBER => self.read(body, served).await,
+            Archive::NUMBER => self.archive(request, served).await,
+            PutBlock::NUMBER => self.put_block(request, served).await,
+            Read::NUMBER => self.read(request, served).await,
             _ => {
                 let unknown = format!("call {number} has no handler here");
                 self.refuse(served, failure(Kind::Internal, unknown)).await;

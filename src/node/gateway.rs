@@ -9,7 +9,7 @@ use futures_util::stream::{self, TryStreamExt};
 use tokio::sync::mpsc;
 
 use super::Node;
-use super::dispatch::Served;
+use super::dispatch::{Request, Served};
 use super::failure::failure;
 use crate::catalogue::records::{
     CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key, state_key,
@@ -24,11 +24,11 @@ use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::pipeline::archive::shard_roots;
 use crate::topology::Directory;
+use crate::wire::Failure;
 use crate::wire::calls::{
     Abort, Archive, ArchiveEvent, Begin, BeginAnswer, Commit, GetState, Keep, List, ListAnswer,
     NodeView, PutMark, Remove, RemoveAnswer, Seal, Show, ShowAnswer, StepView,
 };
-use crate::wire::{Failure, parse_request};
 
 /// Removed saves that one step may have pending.
 const MAX_REMOVING: usize = 32;
@@ -472,8 +472,8 @@ impl Node {
     }
 
     /// The archiving is this daemon's task; the client watches it and may go.
-    pub(super) async fn archive(self: &Arc<Self>, body: &[u8], mut served: Served) {
-        let call = match parse_request::<Archive>(body) {
+    pub(super) async fn archive(self: &Arc<Self>, request: Request, mut served: Served) {
+        let call = match request.parse::<Archive>() {
             Ok(call) => call,
             Err(error) => return self.refuse(served, error.into()).await,
         };

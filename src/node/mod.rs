@@ -96,17 +96,28 @@ struct Budgets {
     archive: Arc<Budget>,
     save: Arc<Budget>,
     restore: Arc<Budget>,
+    control: Arc<Budget>,
 }
 
 impl Budgets {
-    /// Half for archiving, a quarter for saves, an eighth for reads; the last eighth is the index's and control's.
+    /// Half for archiving, a quarter for saves, an eighth for reads, a sixteenth for messages; the last sixteenth is the
+    /// index's and the catalogue's.
     fn new(memory_bytes: u64) -> Self {
         Self {
-            archive: Budget::new("archive", memory_bytes / 2),
-            save: Budget::new("save", memory_bytes / 4),
+            archive: Budget::new("archive", archive_share_bytes(memory_bytes)),
+            save: Budget::new("save", save_share_bytes(memory_bytes)),
             restore: Budget::new("restore", memory_bytes / 8),
+            control: Budget::new("control", memory_bytes / 16),
         }
     }
+}
+
+fn archive_share_bytes(memory_bytes: u64) -> u64 {
+    memory_bytes / 2
+}
+
+fn save_share_bytes(memory_bytes: u64) -> u64 {
+    memory_bytes / 4
 }
 
 /// A node.
@@ -233,9 +244,9 @@ impl Node {
     }
 
     /// Bytes in use of each memory share: zero when nothing runs.
-    pub fn memory_in_use(&self) -> [u64; 3] {
-        let Budgets { archive, save, restore } = &self.budgets;
-        [archive, save, restore].map(|share| share.used_bytes())
+    pub fn memory_in_use(&self) -> [u64; 4] {
+        let Budgets { archive, save, restore, control } = &self.budgets;
+        [archive, save, restore, control].map(|share| share.used_bytes())
     }
 
     fn catalogue(&self) -> Arc<dyn Catalogue> {

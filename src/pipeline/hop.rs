@@ -26,8 +26,8 @@ use crate::wire::order::{Codec, HopOrder, HopReport};
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// How far an incoming stream may run ahead of its hop: what the transport's stream window is set to.
 pub const STREAM_WINDOW_BYTES: u64 = 512 << 10;
-/// What a stream that is sent may have on the way, beyond what its receiver has reserved.
-const SEND_BYTES: u64 = 256 << 10;
+/// What a stream that is sent may have on the way: its receiver grants no more.
+pub const SEND_BYTES: u64 = STREAM_WINDOW_BYTES;
 
 /// Why a hop ended early.
 #[derive(Debug, thiserror::Error)]

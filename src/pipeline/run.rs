@@ -34,9 +34,11 @@ use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
 
 /// How long a reservation waits for memory.
 pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);
-/// An admitted part that nobody runs for so long is given back: its coordinator is gone. Other nodes may have been asked
-/// after this one, and each may have taken its time.
-pub const UNUSED_LIMIT: Duration = Duration::from_secs(20);
+/// A coordinator has all nodes of a plan admitted within this, or gives all back.
+pub const ADMIT_ALL_LIMIT: Duration = Duration::from_secs(30);
+/// An admitted part that nobody runs for so long is given back: its coordinator is gone.
+pub const UNUSED_LIMIT: Duration = Duration::from_secs(40);
+const _: () = assert!(UNUSED_LIMIT.as_secs() > ADMIT_ALL_LIMIT.as_secs());
 /// The most parts admitted at once.
 const MAX_RUNS: usize = 256;
 
@@ -58,9 +60,9 @@ pub enum RunError {
         /// What it needs.
         needed_bytes: u64,
     },
-    /// No room for a piece.
+    /// No room for its pieces.
     #[error(
-        "the disk of node {node} has no {room_bytes} bytes free for a piece: remove checkpoints, or add disk"
+        "the disk of node {node} has no {room_bytes} bytes free for a plan's pieces: remove checkpoints, or add disk"
     )]
     NoRoom {
         /// The node.
@@ -135,7 +137,16 @@ pub struct Runs {
 /// All memory that an order works in, its pieces' buffers included.
 pub fn order_bytes(order: &Order) -> u64 {
     let pieces = pieces_of(order).len() as u64;
-    order.hops.iter().map(hop_bytes).sum::<u64>() + pieces * crate::store::PIECE_WRITER_BYTES
+    let expected = order.hops.iter().flat_map(|hop| &hop.inputs).map(|input| input.expected.len());
+    let fingerprint_bytes = (expected.sum::<usize>() * size_of::<Fingerprint>()) as u64;
+    order.hops.iter().map(hop_bytes).sum::<u64>()
+        + pieces * crate::store::PIECE_WRITER_BYTES
+        + fingerprint_bytes
+}
+
+/// The disk space of the pieces that an order writes.
+fn piece_bytes(order: &Order) -> u64 {
+    pieces_of(order).len() as u64 * order.cut.block_bytes
 }
 
 fn pieces_of(order: &Order) -> Vec<u8> {
@@ -233,11 +244,7 @@ impl Runs {
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
         let code = check(&order)?;
         let needed_bytes = order_bytes(&order);
-        // Twice, so that the last piece does not fill the disk to the brim. `check` bounds the length.
-        let room_bytes = 2 * order.cut.block_bytes;
-        if !pieces_of(&order).is_empty() && self.store.space()?.free_bytes < room_bytes {
-            return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
-        }
+        let free_bytes = self.store.space()?.free_bytes;
         // First what nobody uses goes back: it may be all there is.
         self.give_back_unused();
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
@@ -245,6 +252,14 @@ impl Runs {
             .map_err(|_| RunError::Busy { needed_bytes })??;
         let now = self.clock.now();
         let mut table = self.table();
+        // What others were promised and have not taken yet is not free. One block more, so that the last piece does not fill
+        // the disk to the brim; `check` bounds the lengths.
+        let promised_bytes: u64 =
+            table.admitted.values().map(|part| piece_bytes(&part.order)).sum();
+        let room_bytes = piece_bytes(&order) + order.cut.block_bytes;
+        if piece_bytes(&order) > 0 && free_bytes < promised_bytes + room_bytes {
+            return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
+        }
         if table.admitted.len() >= MAX_RUNS || table.admitted.contains_key(&order.run) {
             return Err(RunError::Busy { needed_bytes });
         }

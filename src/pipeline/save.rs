@@ -23,8 +23,10 @@ use crate::kind::Kind;
 use crate::net::call::{CallError, Caller, Exchange, address};
 use crate::topology::Directory;
 use crate::units::GRAIN_BYTES;
-use crate::wire::calls::{BlockTrailer, PutBlock, PutBlockAnswer, PutRecord, RecordName};
-use crate::wire::message_to_bytes;
+use crate::wire::calls::{
+    BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer, PutRecord, RecordName,
+};
+use crate::wire::{Failure, message_to_bytes};
 
 /// Bytes read from the source, and sent, at a time.
 const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
@@ -34,6 +36,8 @@ const BLOCKS_AT_ONCE: usize = 6;
 const STALL_LIMIT: Duration = Duration::from_secs(20);
 /// Wait before holders that refused are asked once more.
 const BUSY_WAIT: Duration = Duration::from_secs(1);
+/// How often in a row holders are waited for that have no memory free.
+const BUSY_ROUNDS: usize = 30;
 /// Rounds of replacing holders that failed.
 const ROUNDS: usize = 3;
 
@@ -147,6 +151,13 @@ struct Failed {
     error: CallError,
 }
 
+impl Failed {
+    /// The holder answered, and not for another holder that it could not reach.
+    fn is_answered(&self) -> bool {
+        !self.error.is_unanswered() && self.error.kind() != Kind::Unavailable
+    }
+}
+
 enum BlockError {
     Holder(Failed),
     Fatal(SaveError),
@@ -171,7 +182,8 @@ impl Upload {
         let step = self.n - k;
         let mut blocks: Vec<Option<BlockInfo>> = vec![None; k];
         let mut todo: BTreeSet<usize> = (0..k).collect();
-        for round in 0..=ROUNDS {
+        let (mut round, mut busy_rounds) = (0, 0);
+        while round <= ROUNDS {
             let now: &[NodeId] = places;
             let sends = todo.iter().map(|&block| async move {
                 let holders = (now[block], now[block + step]);
@@ -205,12 +217,19 @@ impl Upload {
                 let blocks = blocks.into_iter().flatten().collect();
                 return Ok(StripeFixed { stripe, cut, blocks });
             }
-            if round == 0 && failures.iter().all(|failed| !failed.error.is_unanswered()) {
-                // They answered: a holder that is short of memory now is no reason to look for another.
+            // A holder that others keep busy is no reason to look for another one.
+            let is_busy = failures.iter().all(|failed| failed.error.kind() == Kind::Busy);
+            if is_busy && busy_rounds < BUSY_ROUNDS {
+                busy_rounds += 1;
                 self.caller.clock().sleep(BUSY_WAIT).await;
                 continue;
             }
-            if round == ROUNDS {
+            round += 1;
+            if round == 1 && failures.iter().all(|failed| failed.is_answered()) {
+                self.caller.clock().sleep(BUSY_WAIT).await;
+                continue;
+            }
+            if round > ROUNDS {
                 spares.clear();
             }
             todo.extend(self.replace(stripe, k, places, spares, &failures)?);
@@ -282,19 +301,26 @@ impl Upload {
             forward: Some(second),
         };
         let to = address(&first);
-        let holder = |error: CallError| {
+        let failed = |node: NodeId, error: CallError| {
             // A refusal would be the same elsewhere; silence, damage or shortage need not be.
             let fatal = matches!(error.kind(), Kind::Fenced | Kind::Denied | Kind::Invalid);
             if fatal && !error.is_unanswered() {
                 BlockError::Fatal(SaveError::Refused(error))
             } else {
-                BlockError::Holder(Failed { node: holders.0, error })
+                BlockError::Holder(Failed { node, error })
             }
         };
+        let holder = |error| failed(holders.0, error);
         let late = |source| CallError::Late { call: "PutBlock", to: to.to_string(), source };
         let clock = &**self.caller.clock();
         let opened = deadline(clock, STALL_LIMIT, self.caller.open(&to, &call)).await;
         let mut exchange = opened.map_err(late).and_then(|opened| opened).map_err(holder)?;
+        let admitted = deadline(clock, STALL_LIMIT, exchange.answer::<BlockAdmitted>()).await;
+        let admitted = admitted.map_err(late).and_then(|admitted| admitted).map_err(holder)?;
+        if let Some((code, message)) = admitted.second_refused {
+            let refusal = Failure { kind: Kind::from_wire_code(code), message };
+            return Err(failed(holders.1, refusal.into()));
+        }
         let start = cut.offset_bytes + cut.block_offset(block);
         let (info, refused) = self.send(&mut exchange, start, len_bytes).await?;
         // When sending was refused the answer, if there is one, says why.
@@ -307,13 +333,12 @@ impl Upload {
             Some(Ok(())) => Ok(info),
             Some(Err(message)) => {
                 let kind = Kind::Unavailable;
-                let error = CallError::Failed(crate::wire::Failure { kind, message });
+                let error = CallError::Failed(Failure { kind, message });
                 Err(BlockError::Holder(Failed { node: holders.1, error }))
             }
             None => {
                 let message = format!("{} did not forward the block", first.name);
-                let error =
-                    CallError::Failed(crate::wire::Failure { kind: Kind::Internal, message });
+                let error = CallError::Failed(Failure { kind: Kind::Internal, message });
                 Err(BlockError::Holder(Failed { node: holders.0, error }))
             }
         }

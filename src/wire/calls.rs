@@ -117,7 +117,7 @@ calls! {
     /// What this node holds and uses.
     13 Anyone NodeStatus {} -> NodeStatusAnswer;
 
-    /// Stores a block; its bytes follow, then a [`BlockTrailer`] frame.
+    /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {
         /// The stripe.
         stripe: StripeId,
@@ -505,6 +505,14 @@ pub enum RecordName {
     Mark,
 }
 
+/// First answer to [`PutBlock`]: both holders have the memory for it, and its bytes may come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockAdmitted {
+    /// Why the second holder did not admit it ([`Kind::wire_code`](crate::kind::Kind::wire_code), text): nothing is stored, and
+    /// the call ends here.
+    pub second_refused: Option<(u32, String)>,
+}
+
 /// Comes behind the bytes of [`PutBlock`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockTrailer {
@@ -514,7 +522,7 @@ pub struct BlockTrailer {
     pub fingerprints: Vec<crate::gf::Fingerprint>,
 }
 
-/// Answer to [`PutBlock`].
+/// Last answer to [`PutBlock`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PutBlockAnswer {
     /// Whether the block is durable where it was forwarded to; the reason if not.

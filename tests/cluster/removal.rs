@@ -120,7 +120,7 @@ async fn a_block_that_comes_in_while_its_save_is_removed_does_not_stay() {
     let begun = voice.begin(&holder, 1).await.unwrap();
     let bytes = content(300_000, 1);
     let call = block_call(&begun, bytes.len());
-    let mut exchange = voice.open(&holder, &call).await;
+    let mut exchange = voice.open_block(&holder, &call).await.unwrap();
     exchange.write(bytes.slice(..200_000)).await.unwrap();
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     bury(&node, &holder, &call.stripe, begun.generation).await;

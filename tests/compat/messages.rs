@@ -347,6 +347,11 @@ pub fn calls() -> Vec<Case> {
 pub fn others() -> Vec<Case> {
     let mut cases = vec![
         message("stream header", StreamHeader { run: RUN, stream: 300 }),
+        message("block admitted", BlockAdmitted { second_refused: None }),
+        message(
+            "block admitted, not at the second holder",
+            BlockAdmitted { second_refused: Some((7, "no memory free".into())) },
+        ),
         message("block trailer", BlockTrailer { root: [7; 32], fingerprints: fingerprints(2) }),
     ];
     cases.extend((1..=12).map(|code| failure(Kind::from_wire_code(code))));

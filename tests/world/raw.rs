@@ -15,7 +15,9 @@ use rapidraid::net::pool::Pool;
 use rapidraid::net::{Connection, NetError, Peer, Role};
 use rapidraid::placement::ring;
 use rapidraid::units::GRAIN_BYTES;
-use rapidraid::wire::calls::{Begin, BeginAnswer, BlockTrailer, PutBlock, PutBlockAnswer};
+use rapidraid::wire::calls::{
+    Begin, BeginAnswer, BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer,
+};
 use rapidraid::wire::{Call, MAX_FRAME_BYTES, NodeAddress, message_to_bytes, parse_answer};
 
 use super::{World, job};
@@ -73,6 +75,27 @@ impl Voice {
         self.caller.open(&address(to), call).await.unwrap()
     }
 
+    /// Opens a block; returns when its bytes may come.
+    pub async fn open_block(
+        &self,
+        to: &NodeAddress,
+        call: &PutBlock,
+    ) -> Result<Exchange, CallError> {
+        let (exchange, admitted) = self.admission(to, call).await?;
+        assert_eq!(admitted.second_refused, None);
+        Ok(exchange)
+    }
+
+    pub async fn admission(
+        &self,
+        to: &NodeAddress,
+        call: &PutBlock,
+    ) -> Result<(Exchange, BlockAdmitted), CallError> {
+        let mut exchange = self.open(to, call).await;
+        let admitted = exchange.answer().await?;
+        Ok((exchange, admitted))
+    }
+
     /// Sends a block, all of it.
     pub async fn put_block(
         &self,
@@ -80,7 +103,7 @@ impl Voice {
         call: &PutBlock,
         bytes: &Bytes,
     ) -> Result<PutBlockAnswer, CallError> {
-        let mut exchange = self.open(to, call).await;
+        let mut exchange = self.open_block(to, call).await?;
         finish_block(&mut exchange, bytes, bytes).await
     }
 }

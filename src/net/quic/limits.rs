@@ -32,6 +32,8 @@ pub struct TransportLimits {
     /// The same for all streams of a connection together. Memory: up to this per connection, and the
     /// whole cost of received data whatever the number of streams. Default 16 MiB.
     pub connection_window_bytes: u32,
+    /// The same for a connection that a client made to a node: clients send less than nodes, and are more. Default 8 MiB.
+    pub client_window_bytes: u32,
     /// Bytes written but not yet acknowledged. Memory: up to this per connection; writers wait beyond it.
     /// Default 16 MiB.
     pub send_window_bytes: u32,
@@ -54,6 +56,7 @@ impl Default for TransportLimits {
         Self {
             stream_window_bytes: 1 << 20,
             connection_window_bytes: 16 << 20,
+            client_window_bytes: 8 << 20,
             send_window_bytes: 16 << 20,
             max_bi_streams: 256,
             max_uni_streams: 64,
@@ -76,6 +79,9 @@ impl TransportLimits {
         if self.connection_window_bytes < self.stream_window_bytes {
             return Err(limit("connection_window_bytes", "at least stream_window_bytes"));
         }
+        if self.client_window_bytes < self.stream_window_bytes {
+            return Err(limit("client_window_bytes", "at least stream_window_bytes"));
+        }
         if self.send_window_bytes == 0 {
             return Err(limit("send_window_bytes", "more than 0"));
         }
@@ -94,6 +100,16 @@ impl TransportLimits {
     /// ACK frequency off (it stalls with large datagrams).
     pub(super) fn transport_config(&self) -> Result<Arc<TransportConfig>, NetError> {
         self.check()?;
+        self.with_window(self.connection_window_bytes)
+    }
+
+    /// For connections that are accepted: a client's window, until the peer has proven to be a node.
+    pub(super) fn accepting_config(&self) -> Result<Arc<TransportConfig>, NetError> {
+        self.check()?;
+        self.with_window(self.client_window_bytes.min(self.connection_window_bytes))
+    }
+
+    fn with_window(&self, window_bytes: u32) -> Result<Arc<TransportConfig>, NetError> {
         let idle = IdleTimeout::try_from(self.idle_timeout)
             .map_err(|_| limit("idle_timeout", "less than 2^62 ms"))?;
         let mut discovery = MtuDiscoveryConfig::default();
@@ -101,7 +117,7 @@ impl TransportLimits {
         let mut config = TransportConfig::default();
         config
             .stream_receive_window(self.stream_window_bytes.into())
-            .receive_window(self.connection_window_bytes.into())
+            .receive_window(window_bytes.into())
             .send_window(self.send_window_bytes.into())
             .max_concurrent_bidi_streams(self.max_bi_streams.into())
             .max_concurrent_uni_streams(self.max_uni_streams.into())
@@ -141,6 +157,7 @@ mod tests {
         assert_eq!(field(|_| {}), "");
         assert_eq!(field(|l| l.stream_window_bytes = 0), "stream_window_bytes");
         assert_eq!(field(|l| l.connection_window_bytes = 1), "connection_window_bytes");
+        assert_eq!(field(|l| l.client_window_bytes = 1), "client_window_bytes");
         assert_eq!(field(|l| l.send_window_bytes = 0), "send_window_bytes");
         assert_eq!(field(|l| l.max_connections = 0), "max_connections");
         assert_eq!(field(|l| l.keep_alive = Duration::from_secs(6)), "keep_alive");

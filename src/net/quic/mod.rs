@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use quinn::{AsyncUdpSocket, Endpoint, Incoming, Runtime, ServerConfig, TokioRuntime};
+use quinn::{AsyncUdpSocket, Endpoint, Incoming, Runtime, ServerConfig, TokioRuntime, VarInt};
 use rustls_pki_types::CertificateDer;
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
@@ -76,7 +76,7 @@ impl QuicTransport {
         }
         let mut server = ServerConfig::with_crypto(crypto::server_crypto(identity)?);
         server
-            .transport_config(limits.transport_config()?)
+            .transport_config(limits.accepting_config()?)
             // Members do not wander between addresses: a packet from a new one is not theirs.
             .migration(false)
             .max_incoming(MAX_HANDSHAKES)
@@ -89,6 +89,7 @@ impl QuicTransport {
             cluster: transport.cluster,
             clock: transport.clock.clone(),
             max_connections: limits.max_connections as usize,
+            node_window: limits.connection_window_bytes.into(),
             ready: sender,
         };
         let task = tokio::spawn(admission.run());
@@ -258,6 +259,7 @@ struct Admission {
     cluster: ClusterId,
     clock: Arc<dyn Clock>,
     max_connections: usize,
+    node_window: VarInt,
     ready: mpsc::Sender<Admitted>,
 }
 
@@ -284,8 +286,10 @@ impl Admission {
                 continue;
             }
             let (cluster, clock, ready) = (self.cluster, self.clock.clone(), self.ready.clone());
+            let window = self.node_window;
             handshakes.spawn(async move {
-                let admitted = deadline(&*clock, HANDSHAKE_LIMIT, admit(incoming, cluster)).await;
+                let admitted =
+                    deadline(&*clock, HANDSHAKE_LIMIT, admit(incoming, cluster, window)).await;
                 match admitted {
                     Ok(Ok(connection)) => {
                         let connection: Arc<dyn Connection> = Arc::new(connection);
@@ -300,7 +304,11 @@ impl Admission {
     }
 }
 
-async fn admit(incoming: Incoming, cluster: ClusterId) -> Result<QuicConnection, NetError> {
+async fn admit(
+    incoming: Incoming,
+    cluster: ClusterId,
+    node_window: VarInt,
+) -> Result<QuicConnection, NetError> {
     let label = incoming.remote_address().to_string();
     let connection = match incoming.accept() {
         Ok(connecting) => connecting.await,
@@ -308,6 +316,9 @@ async fn admit(incoming: Incoming, cluster: ClusterId) -> Result<QuicConnection,
     };
     let connection = connection.map_err(|error| connection_error(&label, error))?;
     let peer = prove(cluster, &connection, &label)?;
+    if peer.role == Role::Node {
+        connection.set_receive_window(node_window);
+    }
     Ok(QuicConnection::new(connection, peer))
 }
 

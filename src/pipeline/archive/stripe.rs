@@ -12,11 +12,13 @@ use crate::id::{Attempt, Generation, NodeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, address};
 use crate::pipeline::records::{self, StripeInfo};
+use crate::pipeline::run::ADMIT_ALL_LIMIT;
 use crate::placement::place;
 use crate::plan::check::{Goal, check};
 use crate::plan::{Output, Plan};
 use crate::planner::{self, Subject};
 use crate::topology::Directory;
+use crate::wire::Failure;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveOptions, Drop, HopView, PlanChoice, PutReceipt, Release, Reserve, Run,
     StripeReport,
@@ -31,6 +33,10 @@ const FIRST_WAIT: Duration = Duration::from_millis(500);
 const RUN_LIMIT: Duration = Duration::from_secs(3600);
 /// Longer than a node waits for memory, so that its own answer comes first.
 const RESERVE_LIMIT: Duration = Duration::from_secs(15);
+/// How long a stripe goes on asking for admission while nodes say that they are busy with others.
+const BUSY_LIMIT: Duration = Duration::from_secs(600);
+/// Between two such tries, at most.
+const MAX_BUSY_WAIT: Duration = Duration::from_secs(4);
 
 impl Coordinator {
     /// Archives stripe `index`, or only finishes its drop.
@@ -133,13 +139,46 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Admission in node-id order, all or none.
+    /// Admission, again and again while nodes are busy with other plans: that is no failure of the stripe.
     async fn reserve(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
+        let began = self.clock.now();
+        let mut wait = FIRST_WAIT;
+        loop {
+            let error = match self.reserve_all(orders).await {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            if error.kind() != Kind::Busy || self.clock.now() - began > BUSY_LIMIT {
+                return Err(error.into());
+            }
+            tracing::debug!(%error, "a plan waits for admission");
+            // Plans that gave way to one another do not meet again at once.
+            let mut random = [0; 1];
+            self.entropy.fill(&mut random);
+            self.clock.sleep(wait * (128 + u32::from(random[0])) / 256).await;
+            wait = (wait * 2).min(MAX_BUSY_WAIT);
+        }
+    }
+
+    /// Admission in node-id order, all or none: a plan that holds a node waits only for nodes of greater ids, so that plans
+    /// never wait for one another in a circle (docs/semantics.md, 7).
+    async fn reserve_all(&self, orders: &[NodeOrder]) -> Result<(), CallError> {
+        debug_assert!(orders.is_sorted_by_key(|order| order.node));
+        let began = self.clock.now();
         for (at, NodeOrder { address: to, order, .. }) in orders.iter().enumerate() {
             let call = Reserve { order: order.clone() };
-            if let Err(error) = self.caller.call_within(&address(to), &call, RESERVE_LIMIT).await {
+            let left = ADMIT_ALL_LIMIT.saturating_sub(self.clock.now() - began);
+            let mut answer =
+                self.caller.call_within(&address(to), &call, RESERVE_LIMIT.min(left)).await;
+            if let Err(CallError::Late { .. }) = answer
+                && left < RESERVE_LIMIT
+            {
+                let message = format!("not all nodes were free within {ADMIT_ALL_LIMIT:?}");
+                answer = Err(Failure { kind: Kind::Busy, message }.into());
+            }
+            if let Err(error) = answer {
                 self.release(&orders[..=at]).await;
-                return Err(error.into());
+                return Err(error);
             }
         }
         Ok(())

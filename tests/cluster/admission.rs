@@ -1,0 +1,132 @@
+//! Admission: nobody waits for anybody in a circle, and a wait for memory is no failure (docs/semantics.md, 7).
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use rapidraid::format::records::{Leaves, MAX_RING, Record, StripeRecord};
+use rapidraid::id::{NodeId, Step};
+use rapidraid::kind::Kind;
+use rapidraid::net::Role;
+use rapidraid::node::Node;
+use rapidraid::store::Scope;
+use rapidraid::wire::calls::{
+    ArchiveOptions, GetRecord, PlanChoice, PutBlock, PutRecord, RecordName,
+};
+use tokio::time::Instant;
+
+use crate::world::raw::{block_call, finish_block};
+use crate::world::{World, content, job, options, read_file, restore, save};
+
+/// A save share that holds one block and not two.
+const TIGHT_BYTES: u64 = 12 << 20;
+
+#[tokio::test(start_paused = true)]
+async fn blocks_that_two_nodes_forward_to_each_other_do_not_wait_in_a_circle() {
+    let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
+    let voice = world.voice(Role::Client, "crossing");
+    let (one, two) = (world.node_address(1), world.node_address(2));
+    let begun = voice.begin(&one, 1).await.unwrap();
+    let bytes = content(60_000, 1);
+    let call = block_call(&begun, bytes.len());
+    let began = Instant::now();
+    let there = PutBlock { block: 0, forward: Some(two.clone()), ..call.clone() };
+    let back = PutBlock { block: 1, forward: Some(one.clone()), ..call.clone() };
+    for _ in 0..20 {
+        // Both at the same moment: whoever came first at its own node must not keep the other from it.
+        let (there, back) = tokio::join!(
+            voice.put_block(&one, &there, &bytes),
+            voice.put_block(&two, &back, &bytes),
+        );
+        assert_eq!(there.unwrap().forwarded, Some(Ok(())));
+        assert_eq!(back.unwrap().forwarded, Some(Ok(())));
+    }
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes_come() {
+    let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
+    let voice = world.voice(Role::Client, "waiting");
+    let (one, two) = (world.node_address(1), world.node_address(2));
+    let begun = voice.begin(&one, 1).await.unwrap();
+    let bytes = content(60_000, 1);
+    let call = block_call(&begun, bytes.len());
+    let mut first = voice.open_block(&two, &call).await.unwrap();
+    let forwarded = PutBlock { block: 1, forward: Some(two.clone()), ..call.clone() };
+    let refusal = voice.admission(&one, &forwarded).await.unwrap().1.second_refused;
+    assert_eq!(refusal.map(|(code, _)| code), Some(Kind::Busy.wire_code()));
+    assert_eq!(world.nodes[&1].memory_in_use(), [0; 4], "all or none");
+    finish_block(&mut first, &bytes, &bytes).await.unwrap();
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn saves_and_archives_that_are_short_of_memory_wait_and_succeed() {
+    let world = World::with_memory(6, &[(6, 4)], 128 << 10, TIGHT_BYTES + (8 << 20)).await;
+    let client = world.client();
+    let bytes = content(2_000_000, 3);
+    let names: Vec<String> = (0..6).map(|rank| format!("rank{rank}")).collect();
+    let shards: Vec<(&str, &Bytes)> = names.iter().map(|name| (name.as_str(), &bytes)).collect();
+    join_all((1..=3).map(|step| save(&client, step, &shards))).await;
+    let archives = (1..=3).map(|step| {
+        let client = &client;
+        async move {
+            let at_once = ArchiveOptions { parallel: 8, ..options(PlanChoice::Chain) };
+            client.archive(&job(), Some(Step(step)), at_once, &mut |_| ()).await.unwrap()
+        }
+    });
+    for report in join_all(archives).await {
+        assert_eq!((report.stripes, report.undropped, report.notes), (6 * 4, 0, Vec::new()));
+    }
+    world.assert_idle().await;
+    for (view, status) in client.status().await.unwrap().nodes {
+        for (share, _, peak_bytes, total_bytes) in status.unwrap().budgets {
+            assert!(peak_bytes <= total_bytes, "{share} of {}", view.node.name);
+        }
+    }
+    for step in 1..=3 {
+        world.assert_invariant(&client, step).await;
+        let (out, _) = restore(&client, step).await.unwrap();
+        assert_eq!(read_file(&*out, "rank5"), bytes);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let voice = world.voice(Role::Client, "rewriter");
+    save(&client, 1, &[("weights", &content(100_000, 1))]).await;
+    let shown = client.show(&job(), None).await.unwrap();
+    let (generation, root) = (shown.step.saved.generation, shown.shards[0].0.clone());
+    let to = world.node_address(2);
+    let mark = |node: &Node| node.store().remove_small(Scope::Shard(root.shard), "commit");
+    assert!(mark(&world.nodes[&2]).unwrap());
+    let get = |record| GetRecord { shard: root.shard, record };
+    let put = |record, bytes| PutRecord { shard: root.shard, record, generation, bytes };
+
+    let name = RecordName::Stripe { index: 0 };
+    let bytes = voice.ask(&to, &get(name)).await.unwrap().unwrap();
+    let record = StripeRecord::parse(&bytes).unwrap();
+    let mut other = record.clone();
+    // The last byte of the fixed part is one of a fingerprint's.
+    *other.fixed.last_mut().unwrap() ^= 1;
+    let refused = voice.ask(&to, &put(name, other.to_bytes().unwrap())).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Exists, "{refused}");
+    assert_eq!(voice.ask(&to, &get(name)).await.unwrap(), Some(bytes));
+    // Places are hints and may change.
+    let moved = StripeRecord { places: vec![NodeId(9); 4], ..record };
+    voice.ask(&to, &put(name, moved.to_bytes().unwrap())).await.unwrap();
+
+    let bytes = voice.ask(&to, &get(RecordName::Leaves)).await.unwrap().unwrap();
+    let mut leaves = Leaves::parse(&bytes).unwrap();
+    voice.ask(&to, &put(RecordName::Leaves, bytes.clone())).await.unwrap();
+    assert!(leaves.root.ring.len() < MAX_RING);
+    leaves.root.len_bytes += 1;
+    let other = leaves.to_bytes().unwrap();
+    let refused = voice.ask(&to, &put(RecordName::Leaves, other)).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Exists, "{refused}");
+    assert_eq!(voice.ask(&to, &get(RecordName::Leaves)).await.unwrap(), Some(bytes));
+}

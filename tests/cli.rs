@@ -114,6 +114,46 @@ fn every_plan_archives_and_too_much_lost_is_refused() {
 }
 
 #[test]
+fn a_lost_catalogue_is_made_again_by_one_command() {
+    let mut cluster = Cluster::start(6, &["code.list=4,2"]);
+    let (old, new) = (bytes(300_000, 1), bytes(500_000, 2));
+    cluster.write("a.bin", &old);
+    cluster.run("save job/1 a.bin").ok();
+    cluster.run("archive job/1").ok();
+    cluster.write("a.bin", &new);
+    cluster.run("save job/2 a.bin").ok();
+    let listed = cluster.run("ls --json").ok().json()["steps"].clone();
+    cluster.run("catalogue rebuild").fails(1, &["the catalogue is served by n1"]);
+
+    // The daemon that serves it is killed, and its map is gone.
+    cluster.daemons[0].signal(Signal::KILL);
+    let gone = cluster.daemons.remove(0);
+    gone.ended();
+    std::fs::remove_dir_all(cluster.path("cluster/nodes/n1/data/catalogue")).unwrap();
+    let config = cluster.read("cluster/nodes/n3/rapidraid.toml");
+    let config = String::from_utf8(config).unwrap();
+    let advertise = config.lines().find(|line| line.starts_with("advertise")).unwrap();
+    let address = advertise.split('"').nth(1).unwrap();
+    let rebuilt = cluster.run(&format!("catalogue rebuild --on {address} --json")).ok().json();
+    assert_eq!((&rebuilt["home"], &rebuilt["epoch"]), (&"n3".into(), &2.into()), "{rebuilt}");
+    assert_eq!((&rebuilt["steps"], &rebuilt["shards"]), (&2.into(), &2.into()), "{rebuilt}");
+    assert_eq!(rebuilt["missing"], serde_json::json!(["n1"]));
+    assert_eq!(cluster.run("ls --json").ok().json()["steps"], listed);
+    for (step, data) in [(1, &old), (2, &new)] {
+        cluster.run(&format!("restore job/{step} --out out{step}")).ok();
+        assert!(cluster.read(&format!("out{step}/a.bin")) == *data, "step {step}");
+    }
+    // It comes back without its map, and is a node among others.
+    let back = Daemon::start(cluster.folder.path(), &cluster.config(1), &[]).ready();
+    cluster.daemons.push(back);
+    cluster.run("save job/3 a.bin").ok();
+    cluster.run("archive job/2").ok();
+    cluster.run("verify job/2").ok();
+    let status = cluster.run("status --json").ok().json();
+    assert_eq!((&status["catalogue"], &status["epoch"]), (&"n3".into(), &2.into()), "{status}");
+}
+
+#[test]
 fn nothing_is_overwritten_unless_asked() {
     let cluster = Cluster::start(4, &["code.list=4,2"]);
     cluster.write("a.bin", b"first");

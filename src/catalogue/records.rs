@@ -28,6 +28,14 @@ pub fn roots_prefix(save: SaveId) -> String {
     format!("s/{save}/")
 }
 
+/// Prefix of the saves that are to be removed and belong to no step's record.
+pub const ORPHANS: &str = "x/";
+
+/// Key of such a save.
+pub fn orphan_key(save: SaveId) -> String {
+    format!("{ORPHANS}{save}")
+}
+
 /// Key of a shard's root.
 pub fn root_key(save: SaveId, index: u32) -> String {
     format!("s/{save}/{index:08x}")

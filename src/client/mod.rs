@@ -43,12 +43,14 @@ use crate::pipeline::workers::Workers;
 use crate::topology::Directory;
 use crate::wire::calls::{
     Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
-    Nodes, Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
+    Nodes, Rebuild, RebuildAnswer, Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
 };
 use crate::wire::{Call, NodeAddress};
 
 /// A gateway answers a question within this.
 const CALL_LIMIT: Duration = Duration::from_secs(12);
+/// The nodes' inventories are read whole.
+const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 /// Commit and removal wait for many nodes.
 const LONG_LIMIT: Duration = Duration::from_secs(120);
 /// Rounds over all seeds before a call fails.
@@ -244,7 +246,20 @@ impl Client {
         }
     }
 
-    /// A committed step (`None`: the latest) with all its shards.
+    /// Has the daemon `on` (by default the first seed that answers) make a lost catalogue again from what the nodes hold, and serve it
+    /// (docs/semantics.md, 8). `accept_loss`: also when fewer nodes are reached than that needs, or roots are missing.
+    pub async fn rebuild_catalogue(
+        &self,
+        on: Option<&Address>,
+        accept_loss: bool,
+    ) -> Result<RebuildAnswer, ClientError> {
+        let call = Rebuild { accept_loss };
+        match on {
+            Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
+            None => self.ask_once(&call, REBUILD_LIMIT).await,
+        }
+    }
+
     async fn find(&self, job: &Job, step: Option<Step>) -> Result<ShowAnswer, ClientError> {
         let call = Show { job: job.clone(), step, first_shard: 0 };
         let mut answer = self.ask(&call).await?;

@@ -9,8 +9,9 @@ use tokio::sync::mpsc;
 use super::Node;
 use super::failure::failure;
 use super::gateway::renewal;
+use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{
-    ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
+    ARCHIVINGS, Archiving, CHECKPOINTS, ORPHANS, checkpoint_key, parse, parse_archiving_key,
     parse_checkpoint_key, update,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
@@ -25,11 +26,11 @@ use crate::wire::calls::{
 
 impl Node {
     pub(super) async fn hello(&self) -> Result<HelloAnswer, Failure> {
-        let epoch = self.local.as_ref().map_or(self.store.epoch(), |local| local.epoch());
         Ok(HelloAnswer {
             cluster: self.settings.cluster,
             node: self.settings.name.clone(),
-            epoch: epoch.max(self.store.epoch()),
+            epoch: self.store.epoch(),
+            map: self.store.map(),
             catalogue: self.catalogue_home(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         })
@@ -44,7 +45,7 @@ impl Node {
             ("restore", &self.budgets.restore),
             ("control", &self.budgets.control),
         ];
-        let mut notes = Vec::new();
+        let mut notes: Vec<String> = self.hosting.note().into_iter().collect();
         if totals.quarantined > 0 {
             notes.push(format!("{} files are in quarantine", totals.quarantined));
         }
@@ -61,7 +62,7 @@ impl Node {
                 .to_vec(),
             peak_memory_bytes: crate::clock::peak_memory_bytes(),
             segmentation_offload: self.segmentation_offload,
-            catalogue: self.local.is_some(),
+            catalogue: self.hosted_catalogue().is_some(),
             notes,
         })
     }
@@ -69,18 +70,28 @@ impl Node {
     /// Registers, again and again, for as long as the node runs.
     pub(super) async fn keep_registered(self: Arc<Self>) {
         let mut told = false;
+        let mut members = None;
         loop {
             match self.catalogue().register(&self.record()).await {
                 Ok(answer) => {
-                    if let Err(error) =
-                        self.on_store(move |store| store.raise_epoch(answer.epoch)).await
-                    {
-                        tracing::error!(%error, "the catalogue that was found is of an epoch that is over");
+                    let noted =
+                        self.on_store(move |store| store.note_map(answer.epoch, answer.map));
+                    match noted.await {
+                        Ok(()) => self.remote.expect(answer.epoch, answer.map),
+                        Err(error) => {
+                            tracing::error!(%error, "the catalogue that was found is not the cluster's");
+                        }
                     }
                     if !told {
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;
+                    if members != Some((answer.map, answer.members)) {
+                        match self.remember_members().await {
+                            Ok(()) => members = Some((answer.map, answer.members)),
+                            Err(error) => tracing::info!(%error, "the other nodes were not noted"),
+                        }
+                    }
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -124,11 +135,9 @@ impl Node {
         Ok(())
     }
 
-    fn hosted(&self) -> Result<&dyn Catalogue, Failure> {
-        match &self.local {
-            Some(local) => Ok(&**local),
-            None => Err(failure(Kind::Unavailable, "this node does not host the catalogue")),
-        }
+    fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
+        self.hosted_catalogue()
+            .ok_or_else(|| failure(Kind::Unavailable, "this node does not host the catalogue"))
     }
 
     pub(super) async fn register(&self, call: Register) -> Result<RegisterAnswer, Failure> {
@@ -179,6 +188,9 @@ impl Node {
         let mut decided = HashSet::new();
         loop {
             self.clock.sleep(self.settings.lease).await;
+            if !self.serves() {
+                continue;
+            }
             if let Err(error) = self.collect_once(&mut decided).await {
                 tracing::warn!(%error, "collecting what was left half done");
             }
@@ -213,7 +225,38 @@ impl Node {
             }
         }
         *decided = still;
-        Ok(())
+        self.collect_orphans(&*catalogue).await
+    }
+
+    /// Saves that a rebuilt catalogue knows only as to be removed. One stays on the list until every node has removed it.
+    async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), Failure> {
+        let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
+        let storage: Vec<_> = nodes.filter(|node| node.storage).collect();
+        let mut after: Option<String> = None;
+        loop {
+            let page = catalogue.list(ORPHANS, after.as_deref(), MAX_PAGE).await?;
+            let Some((last, _)) = page.last() else { return Ok(()) };
+            after = Some(last.clone());
+            for (key, entry) in &page {
+                let removing: Removing = parse(key, &entry.value)?;
+                // That nobody has a mark is evidence only when everybody has said so.
+                if removing.reason == RemoveReason::Aborted
+                    && self.is_marked(&storage, removing.save).await != Some(false)
+                {
+                    tracing::info!(save = %removing.save, "a save without a known mark is kept until all nodes have been asked");
+                    continue;
+                }
+                match self.removal_of_orphan(&removing).await {
+                    Ok(true) => {
+                        catalogue.set(key, Some(entry.revision), None).await?;
+                    }
+                    Ok(false) => {}
+                    Err(error) => {
+                        tracing::info!(save = %removing.save, %error, "a removal goes on later")
+                    }
+                }
+            }
+        }
     }
 
     async fn collect_save(

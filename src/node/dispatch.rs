@@ -17,10 +17,11 @@ use crate::kind::Kind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
-    ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Commit, Drop, Fetch,
-    GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
-    NodeStatus, Nodes, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read,
-    Register, Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
+    ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Claim, Commit, Drop,
+    Fetch, GetRecord, GetState, Hello, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke,
+    LeaseTouch, List, Members, NodeStatus, Nodes, PutBlock, PutMark, PutPlaces, PutReceipt,
+    PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove, Reserve, Run, Seal, Show,
+    Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -255,6 +256,10 @@ impl Node {
             Fetch::NUMBER => reply!(Fetch => |call| self.fetch(call)),
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
             Sweep::NUMBER => reply!(Sweep => |call| self.sweep(call)),
+            Rebuild::NUMBER => reply!(Rebuild => |call| self.rebuild(call)),
+            Claim::NUMBER => reply!(Claim => |call| self.claim(call)),
+            Members::NUMBER => reply!(Members => |_| self.members()),
+            Inventory::NUMBER => reply!(Inventory => |call| self.inventory(call)),
             Archive::NUMBER => self.archive(request, served).await,
             PutBlock::NUMBER => self.put_block(request, served).await,
             Read::NUMBER => self.read(request, served).await,

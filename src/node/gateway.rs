@@ -330,7 +330,7 @@ impl Node {
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let (name, cluster) = (root.name.clone(), self.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
-        let call = PutMark { bytes: mark.to_bytes()? };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch: self.catalogue().epoch() };
         let mut puts = stream::iter(ring)
             .map(|node| {
                 let call = &call;

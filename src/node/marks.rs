@@ -16,6 +16,8 @@ pub(super) const MARK: &str = "commit";
 pub(super) const FENCE: &str = "fence";
 pub(super) const RECORD: &str = "record";
 pub(super) const TOMBSTONE: &str = "tombstone";
+/// What names of receipts begin with.
+pub(super) const RECEIPT_PREFIX: &str = "receipt-";
 
 /// Where records about a save as a whole are filed.
 pub(super) fn save_scope(save: SaveId) -> Scope {
@@ -24,7 +26,7 @@ pub(super) fn save_scope(save: SaveId) -> Scope {
 
 /// Name of a receipt.
 pub(super) fn receipt_name(attempt: crate::id::Attempt) -> String {
-    format!("receipt-{attempt}")
+    format!("{RECEIPT_PREFIX}{attempt}")
 }
 
 impl Node {

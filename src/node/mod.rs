@@ -4,12 +4,16 @@
 //! Any node is a gateway: a client may ask any of them for anything.
 
 mod blocks;
+mod census;
 mod custody;
 mod daemon;
 mod dispatch;
 mod failure;
 mod gateway;
+mod hosting;
+mod inventory;
 mod marks;
+mod rebuild;
 mod records;
 mod removal;
 
@@ -19,6 +23,8 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+
+use hosting::Hosting;
 
 pub use daemon::{Daemon, NodeError};
 
@@ -36,7 +42,7 @@ use crate::net::pool::Pool;
 use crate::pipeline::archive::Coordinator;
 use crate::pipeline::run::Runs;
 use crate::pipeline::workers::Workers;
-use crate::store::{Kv, Store};
+use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
 
 /// An answer to a call comes within this, apart from those that move bulk bytes.
@@ -59,6 +65,8 @@ pub struct NodeSettings {
     pub rack: String,
     /// Whether it stores data; a node that does not is a gateway, and may host the catalogue.
     pub storage: bool,
+    /// Whether it begins a catalogue when its data folder is new.
+    pub begin_catalogue: bool,
     /// Other daemons that know where the catalogue is.
     pub seeds: Vec<String>,
     /// Codes that a save may take, in order of preference: (n, k).
@@ -77,8 +85,8 @@ pub struct NodeSettings {
 pub struct NodeParts {
     /// Its data folder.
     pub store: Store,
-    /// The catalogue's map, when this node hosts it.
-    pub catalogue_kv: Option<Arc<dyn Kv>>,
+    /// Where the catalogue's map is, or would be.
+    pub maps: Arc<dyn Maps>,
     /// The network.
     pub transport: Arc<dyn Transport>,
     /// Time.
@@ -130,13 +138,14 @@ pub struct Node {
     entropy: Arc<dyn Entropy>,
     workers: Workers,
     caller: Arc<Caller>,
-    local: Option<Arc<LocalCatalogue>>,
-    remote: Option<Arc<RemoteCatalogue>>,
+    hosting: Hosting,
+    remote: Arc<RemoteCatalogue>,
     budgets: Budgets,
     runs: Runs,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
     sweeping: Arc<Mutex<HashSet<SaveId>>>,
+    rebuilding: tokio::sync::Mutex<()>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -145,29 +154,26 @@ pub struct Node {
 impl Node {
     /// Starts a node: it serves, registers, and keeps its lease until it is stopped.
     pub fn start(settings: NodeSettings, parts: NodeParts) -> Result<Arc<Self>, CatalogueError> {
-        let NodeParts {
-            store,
-            catalogue_kv,
-            transport,
-            clock,
-            entropy,
-            workers,
-            segmentation_offload,
-        } = parts;
+        let NodeParts { store, maps, transport, clock, entropy, workers, segmentation_offload } =
+            parts;
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock.clone(), CALL_LIMIT);
-        let local = match catalogue_kv {
-            Some(kv) => {
-                let (clock, entropy) = (clock.clone(), entropy.clone());
-                let seen = store.epoch();
-                Some(Arc::new(LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)?))
-            }
-            None => None,
+        let seen = store.epoch();
+        let open = |kv| {
+            let (clock, entropy) = (clock.clone(), entropy.clone());
+            LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)
         };
-        let remote = match local {
-            Some(_) => None,
-            None => Some(Arc::new(RemoteCatalogue::new(caller.clone(), settings.seeds.clone()))),
-        };
+        let hosting = Hosting::start(maps, settings.begin_catalogue, seen, &open)?;
+        let remote = Arc::new(RemoteCatalogue::new(caller.clone(), settings.seeds.clone()));
+        if let Some(map) = store.map() {
+            remote.expect(seen, map);
+        }
+        if let Some(home) = store.home() {
+            remote.know([NodeAddress { name: home.name, host_port: home.address }]);
+        }
+        // Members are a help, not a need: a record that does not open is made again.
+        let members = store.members().unwrap_or_default().nodes.into_iter();
+        remote.know(members.map(|node| NodeAddress { name: node.name, host_port: node.address }));
         let budgets = Budgets::new(settings.memory_bytes);
         let runs = Runs::new(
             store.clone(),
@@ -185,13 +191,14 @@ impl Node {
             entropy,
             workers,
             caller,
-            local,
+            hosting,
             remote,
             budgets,
             runs,
             fences: Mutex::default(),
             tombstones: Mutex::default(),
             sweeping: Arc::default(),
+            rebuilding: tokio::sync::Mutex::default(),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -199,9 +206,8 @@ impl Node {
         node.spawn(Self::accept);
         node.spawn(Self::keep_registered);
         node.spawn(Self::keep_looking);
-        if node.local.is_some() {
-            node.spawn(Self::collect);
-        }
+        node.spawn(Self::keep_hosting);
+        node.spawn(Self::collect);
         Ok(node)
     }
 
@@ -243,6 +249,11 @@ impl Node {
         &self.store
     }
 
+    /// Whether it serves the catalogue.
+    pub fn serves(&self) -> bool {
+        self.hosted_catalogue().is_some_and(|local| !local.is_read_only())
+    }
+
     /// Bytes in use of each memory share: zero when nothing runs.
     pub fn memory_in_use(&self) -> [u64; 4] {
         let Budgets { archive, save, restore, control } = &self.budgets;
@@ -250,19 +261,23 @@ impl Node {
     }
 
     fn catalogue(&self) -> Arc<dyn Catalogue> {
-        match (&self.local, &self.remote) {
-            (Some(local), _) => local.clone(),
-            (None, Some(remote)) => remote.clone(),
-            (None, None) => unreachable!("start makes one of them"),
+        match self.hosted_catalogue() {
+            Some(local) => local,
+            None => self.remote.clone(),
         }
+    }
+
+    /// The catalogue, if it is served here.
+    fn hosted_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
+        self.hosting.home(&self.store)
     }
 
     /// Where this node believes the catalogue to be.
     fn catalogue_home(&self) -> Option<NodeAddress> {
-        if self.local.is_some() {
+        if self.hosted_catalogue().is_some() {
             return Some(self.address());
         }
-        self.remote.as_ref().and_then(|remote| remote.home())
+        self.remote.home(self.store.epoch())
     }
 
     fn address(&self) -> NodeAddress {

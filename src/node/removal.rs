@@ -9,6 +9,7 @@ use futures_util::stream;
 
 use super::Node;
 use super::failure::failure;
+use super::hosting::tolerated;
 use super::marks::{TOMBSTONE, save_scope};
 use crate::catalogue::records::{Written, checkpoint_key, read, root_key, state_key, write};
 use crate::catalogue::{Catalogue, SetOutcome};
@@ -40,6 +41,29 @@ impl Node {
         step: Step,
         entry: &Removing,
     ) -> Result<RemoveAnswer, Failure> {
+        let what = format!("{job}/{step}");
+        let (answer, roots) = self.bury(&what, entry, usize::MAX).await?;
+        if answer.waiting.is_empty() {
+            self.forget(&*self.catalogue(), job, step, entry, &roots).await?;
+        }
+        Ok(answer)
+    }
+
+    /// Removes a save that belongs to no step's record, as far as it goes now; `true` when it is gone from all nodes.
+    pub(super) async fn removal_of_orphan(&self, entry: &Removing) -> Result<bool, Failure> {
+        // Its roots are not known: tombstones must be where a later rebuild finds one.
+        let tolerated = tolerated(self.settings.codes.iter().copied());
+        let (answer, _) = self.bury(&format!("save {}", entry.save), entry, tolerated).await?;
+        Ok(answer.waiting.is_empty())
+    }
+
+    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for, and the shards' roots.
+    async fn bury(
+        &self,
+        what: &str,
+        entry: &Removing,
+        tolerated_without_roots: usize,
+    ) -> Result<(RemoveAnswer, Vec<ShardRoot>), Failure> {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
@@ -56,25 +80,27 @@ impl Node {
         let nodes = directory.storage();
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
         let marked = self.ask_all(&directory, &nodes, &call).await;
-        let missed: Vec<NodeId> =
-            nodes.iter().copied().filter(|node| !marked.contains(node)).collect();
-        let tolerated =
-            roots.iter().map(|root| usize::from(root.k) - 1).min().unwrap_or(usize::MAX);
-        let waiting =
-            missed.iter().filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>();
-        if missed.len() > tolerated {
-            let names: Vec<&str> = waiting.iter().map(|name| name.as_str()).collect();
+        let without = |done: &[NodeId]| {
+            let missing = nodes.iter().filter(|node| !done.contains(node));
+            missing.filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>()
+        };
+        let missed = without(&marked);
+        let may_miss = roots
+            .iter()
+            .map(|root| usize::from(root.k) - 1)
+            .min()
+            .unwrap_or(tolerated_without_roots);
+        if missed.len() > may_miss {
+            let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
             let text = format!(
-                "{job}/{step} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
+                "{what} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
                 names.join(", ")
             );
             return Err(failure(Kind::Unavailable, text));
         }
         let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
-        if swept.len() == nodes.len() {
-            self.forget(&*catalogue, job, step, entry, &roots).await?;
-        }
-        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
+        let answer = RemoveAnswer { confirmed: swept.len() as u32, waiting: without(&swept) };
+        Ok((answer, roots))
     }
 
     /// Those of `nodes` that did as `call` says.

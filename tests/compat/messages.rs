@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 
 use crate::fixture::Case;
 use crate::records::{
-    ATTEMPT, CLUSTER, CODE, GENERATION, LEASE, SAVE, cut, node, root, saved, state, stripe,
+    ATTEMPT, CLUSTER, CODE, GENERATION, LEASE, MAP, SAVE, cut, node, root, saved, state, stripe,
 };
 
 const RUN: [u8; 16] = [0x70; 16];
@@ -156,6 +156,7 @@ fn for_clients(calls: &mut Calls) {
         cluster: CLUSTER,
         node: "node-1".parse().unwrap(),
         epoch: GENERATION.epoch,
+        map: Some(MAP),
         catalogue: Some(address()),
         version: "0.1.0".into(),
     };
@@ -172,6 +173,7 @@ fn for_clients(calls: &mut Calls) {
     calls
         .both(Hello {}, hello)
         .both(Begin { job: job.clone(), step, replace: true }, begun)
+        .both(Rebuild { accept_loss: true }, rebuilt())
         .both(Keep { lease: LEASE }, ())
         .both(Seal { root: root() }, ())
         .both(Commit { job: job.clone(), step, save, shards: 300 }, saved())
@@ -270,7 +272,10 @@ fn of_the_catalogue(calls: &mut Calls) {
     let (expected, prefix) = (Some(300), "c/".to_owned());
     let epoch = GENERATION.epoch;
     calls
-        .both(Register { node: node("node-1") }, RegisterAnswer { epoch, lease_ms: 10_000 })
+        .both(
+            Register { node: node("node-1") },
+            RegisterAnswer { epoch, map: MAP, members: 299, lease_ms: 10_000 },
+        )
         .both(CatalogueGet { key: key() }, Some((value.clone(), 300)))
         .answer::<CatalogueGet>(", none", None)
         .both(
@@ -286,6 +291,33 @@ fn of_the_catalogue(calls: &mut Calls) {
         .both(LeaseRevoke { lease: LEASE }, ());
 }
 
+fn inventory() -> InventoryAnswer {
+    let stripes = vec![StripeHolding {
+        index: 7,
+        replicas: vec![1, 12],
+        pieces: vec![(3, ATTEMPT)],
+        receipts: vec![(ATTEMPT, order().code, GENERATION)],
+    }];
+    let shard = stripe().shard;
+    let (mark, tombstone) = (Some(vec![1, 2]), Some(vec![3]));
+    let held = ShardHolding { shard, mark, root: Some(root()), tombstone, stripes };
+    InventoryAnswer { shards: vec![held], next: Some((shard, None)) }
+}
+
+fn rebuilt() -> RebuildAnswer {
+    RebuildAnswer {
+        epoch: GENERATION.epoch,
+        home: "node-3".into(),
+        reached: vec!["node-1".parse().unwrap()],
+        missing: vec!["node-2".parse().unwrap()],
+        steps: 300,
+        shards: 600,
+        orphans: 2,
+        incomplete: vec!["job/1: the root of shard 0 of 1 was found nowhere".into()],
+        damaged: vec![stripe()],
+    }
+}
+
 fn orders(calls: &mut Calls) {
     let (stripe, attempt, generation) = (stripe(), ATTEMPT, GENERATION);
     let coordinator = order().coordinator;
@@ -295,7 +327,11 @@ fn orders(calls: &mut Calls) {
         .both(Reserve { order: order() }, ())
         .both(Run { run: RUN }, run_report())
         .both(Release { run: RUN }, ())
-        .both(PutMark { bytes: bytes.clone() }, ())
+        .both(PutMark { bytes: bytes.clone(), epoch: generation.epoch }, ())
+        .both(Claim { epoch: generation.epoch, map: MAP, home: address() }, ())
+        .both(Members {}, vec![node("node-1")])
+        .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())
+        .request(", all", Inventory { after: None, only: None })
         .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())
         .both(PutTombstone { bytes: bytes.clone() }, ())
         .both(Drop { stripe, attempt, generation }, DropAnswer { files: 2, bytes: 100_096 })

@@ -9,14 +9,14 @@ use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::{Content, FileHeader};
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
-    BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, LAYOUT_STANDARD, Leaves, Node, Owner,
-    PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run, Saved,
-    ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
+    BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves, Members,
+    Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run,
+    Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
     stripes_root,
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
-    Attempt, ClusterId, Epoch, Generation, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
+    Attempt, ClusterId, Epoch, Generation, LeaseId, MapId, NodeId, PeerName, SaveId, ShardId, Step,
     StripeId,
 };
 use rapidraid::kind::Kind;
@@ -31,6 +31,7 @@ pub const SAVE: SaveId = SaveId([0x5a; 12]);
 pub const ATTEMPT: Attempt = Attempt([0xa7; 16]);
 pub const LEASE: LeaseId = LeaseId([0x1e; 16]);
 pub const CODE: CodeId = CodeId(0x0102_0304_0506_0708);
+pub const MAP: MapId = MapId([0x3c; 16]);
 pub const GENERATION: Generation = Generation { epoch: Epoch(3), counter: 300 };
 
 pub fn stripe() -> StripeId {
@@ -191,7 +192,8 @@ fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
 /// A record at the top of the data folder, whose body is the store's own: written and read by opening a folder.
 fn folder_record(name: &str, path: &'static str) -> Case {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
-    open(&disk).unwrap().raise_epoch(SEEN).unwrap();
+    let home = Home { name: "node-1".parse().unwrap(), address: "node-1.example.org:7440".into() };
+    open(&disk).unwrap().claim_epoch(SEEN, MAP, home).unwrap();
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
@@ -230,6 +232,8 @@ pub fn cases() -> Vec<Case> {
         ),
         record("node", node("node-1")),
         folder_record("epoch", "epoch"),
+        record("removing", Removing { save: SAVE, generation, reason }),
+        record("members", Members { nodes: vec![node("node-1"), node("node-2")] }),
         record("leaves", Leaves { root: root(), hashes: leaves_of_root() }),
         record("archiving", archiving()),
     ]

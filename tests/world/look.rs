@@ -78,9 +78,16 @@ impl World {
         (0..self.machines.len()).filter(|&index| has(&self.machines[index])).collect()
     }
 
+    /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
+    fn map(&self) -> Arc<MemoryKv> {
+        let serves = |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves());
+        let home = (0..self.machines.len()).find(serves).unwrap_or(0);
+        self.machines[home].catalogue.get().unwrap()
+    }
+
     /// Keys of the catalogue that begin with `prefix`.
     pub fn catalogue_keys(&self, prefix: &str) -> Vec<String> {
-        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let kv = self.map();
         let pairs = kv.scan(format!("k/{prefix}").as_bytes(), None, 1000).unwrap();
         pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
     }
@@ -92,7 +99,7 @@ impl World {
             let bytes = super::read_file(&*self.machines[index].disk, &path);
             all.insert(format!("{index}:{path}"), bytes);
         }
-        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let kv = self.map();
         for (key, value) in kv.scan(b"k/", None, 1000).unwrap() {
             all.insert(String::from_utf8(key).unwrap(), value);
         }

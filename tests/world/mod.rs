@@ -7,7 +7,7 @@ pub mod look;
 pub mod raw;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,7 +19,7 @@ use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
 use rapidraid::pipeline::workers::Workers;
-use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+use rapidraid::store::{Disk, Kv, KvError, LOCK_FILE, Maps, MemoryDisk, MemoryKv, Store};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
@@ -32,7 +32,37 @@ pub struct Machine {
     pub name: PeerName,
     pub disk: Arc<MemoryDisk>,
     index: Arc<MemoryKv>,
-    catalogue: Option<Arc<MemoryKv>>,
+    pub catalogue: Arc<MapSlot>,
+}
+
+/// Where a machine keeps its catalogue's map.
+#[derive(Default)]
+pub struct MapSlot(Mutex<Option<Arc<MemoryKv>>>);
+
+impl MapSlot {
+    pub fn get(&self) -> Option<Arc<MemoryKv>> {
+        self.0.lock().unwrap().clone()
+    }
+
+    /// Puts another map there, or none, behind the daemon's back.
+    pub fn set(&self, map: Option<Arc<MemoryKv>>) {
+        *self.0.lock().unwrap() = map;
+    }
+}
+
+/// Gives the daemon of a machine its map.
+struct SlotMaps(Arc<MapSlot>);
+
+impl Maps for SlotMaps {
+    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
+        Ok(self.0.get().map(|kv| kv as _))
+    }
+
+    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
+        let kv = Arc::new(MemoryKv::new());
+        self.0.set(Some(kv.clone()));
+        Ok(kv)
+    }
 }
 
 pub struct World {
@@ -67,7 +97,7 @@ impl World {
             name: format!("node{index:02}").parse().unwrap(),
             disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
             index: Arc::new(MemoryKv::new()),
-            catalogue: (index == 0).then(|| Arc::new(MemoryKv::new())),
+            catalogue: Arc::default(),
         });
         let mut world = Self {
             network: MemoryNetwork::new(),
@@ -101,6 +131,7 @@ impl World {
             zone: String::new(),
             rack: format!("rack{}", index % 8),
             storage: index != 0,
+            begin_catalogue: index == 0,
             seeds: vec![address(0)],
             codes: self.codes.clone(),
             block_bytes: self.block_bytes,
@@ -110,7 +141,7 @@ impl World {
         };
         let parts = NodeParts {
             store,
-            catalogue_kv: machine.catalogue.clone().map(|kv| kv as _),
+            maps: Arc::new(SlotMaps(machine.catalogue.clone())),
             transport: Arc::new(self.network.join(peer, &address(index))),
             clock: SystemClock::new(),
             entropy: Arc::new(SeededEntropy::new(index as u64 + 1)),

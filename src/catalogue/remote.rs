@@ -34,6 +34,7 @@ const MAX_KNOWN: usize = 64;
 /// The catalogue as the other daemons see it.
 pub struct RemoteCatalogue {
     caller: Arc<Caller>,
+    me: Node,
     seeds: Vec<String>,
     home: Mutex<Option<(Epoch, NodeAddress)>>,
     /// Nodes to ask when no seed knows.
@@ -44,10 +45,10 @@ pub struct RemoteCatalogue {
 }
 
 impl RemoteCatalogue {
-    /// A catalogue that the daemons at `seeds` (HOST:PORT) know of.
-    pub fn new(caller: Arc<Caller>, seeds: Vec<String>) -> Self {
+    /// A catalogue that the daemons at `seeds` (HOST:PORT) know of; `me` asks.
+    pub fn new(caller: Arc<Caller>, me: Node, seeds: Vec<String>) -> Self {
         let (home, known, epoch, expected) = Default::default();
-        Self { caller, seeds, home, known, epoch, expected }
+        Self { caller, me, seeds, home, known, epoch, expected }
     }
 
     /// Where the catalogue was last found, unless that was before `epoch`.
@@ -118,10 +119,9 @@ impl RemoteCatalogue {
 
     /// Where those at `addresses` say that it is; the highest epoch counts.
     async fn ask_where(&self, addresses: Vec<Address>) -> Result<(Epoch, NodeAddress), String> {
-        let asks: Vec<_> = addresses
-            .iter()
-            .map(|to| self.caller.call_within(to, &Hello {}, HELLO_LIMIT))
-            .collect();
+        let hello = Hello { me: Some(self.me.clone()) };
+        let asks: Vec<_> =
+            addresses.iter().map(|to| self.caller.call_within(to, &hello, HELLO_LIMIT)).collect();
         let mut answers = stream::iter(asks).buffer_unordered(ASK_AT_ONCE);
         let mut best: Option<(Epoch, NodeAddress)> = None;
         let mut reason = "no seed knows where it is".to_owned();

@@ -177,7 +177,7 @@ impl Client {
         for seed in &self.inner.seeds {
             asked.push(Box::pin(async move {
                 let to = Address { host_port: seed.clone(), node: None };
-                let hello = self.caller().call_address(&to, &Hello {}).await?;
+                let hello = self.caller().call_address(&to, &Hello { me: None }).await?;
                 Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed.clone() })
             }));
         }
@@ -338,7 +338,7 @@ impl Client {
     /// The nodes and what they hold.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
         let directory = self.directory().await?;
-        let hello = self.ask(&Hello {}).await?;
+        let hello = self.ask(&Hello { me: None }).await?;
         let asks = directory.views().map(|view| async {
             let to =
                 NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };

@@ -7,7 +7,7 @@ use crate::id::{Epoch, MapId, PeerName};
 /// A registered node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
-    /// Its name; [`NodeId::of`] gives its number.
+    /// Its name; [`NodeId::of`](crate::id::NodeId::of) gives its number.
     pub name: PeerName,
     /// Where peers and clients reach it, HOST:PORT.
     pub address: String,

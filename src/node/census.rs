@@ -59,6 +59,12 @@ impl Census {
         }
     }
 
+    /// The nodes of the committed shards' rings.
+    pub(super) fn ring(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let shards = self.steps.values().flat_map(|committed| &committed.shards);
+        shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
+    }
+
     /// Codes of the committed shards.
     pub(super) fn codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);

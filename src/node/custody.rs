@@ -2,13 +2,13 @@
 //! removals and saves that were left half done.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use tokio::sync::mpsc;
 
-use super::Node;
 use super::failure::failure;
 use super::gateway::renewal;
+use super::{MAX_MET, Node};
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{
     ARCHIVINGS, Archiving, CHECKPOINTS, ORPHANS, checkpoint_key, parse, parse_archiving_key,
@@ -18,14 +18,22 @@ use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::kind::Kind;
+use crate::net::{Peer, Role};
 use crate::wire::Failure;
 use crate::wire::calls::{
-    CatalogueGet, CatalogueList, CatalogueSet, HelloAnswer, LeaseRevoke, LeaseTouch,
+    CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseRevoke, LeaseTouch,
     NodeStatusAnswer, Register, RegisterAnswer, SetAnswer,
 };
 
 impl Node {
-    pub(super) async fn hello(&self) -> Result<HelloAnswer, Failure> {
+    pub(super) async fn hello(&self, call: Hello, peer: &Peer) -> Result<HelloAnswer, Failure> {
+        if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
+        {
+            let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+            if met.len() < MAX_MET || met.contains_key(&node.name) {
+                met.insert(node.name.clone(), node);
+            }
+        }
         Ok(HelloAnswer {
             cluster: self.settings.cluster,
             node: self.settings.name.clone(),

@@ -223,7 +223,11 @@ impl Node {
             };
         }
         match number {
-            Hello::NUMBER => reply!(Hello => |_| self.hello()),
+            Hello::NUMBER => {
+                let peer = served.peer.clone();
+                let peer = &peer;
+                reply!(Hello => |call| self.hello(call, peer))
+            }
             Begin::NUMBER => reply!(Begin => |call| self.begin(call)),
             Keep::NUMBER => reply!(Keep => |call| self.keep(call)),
             Seal::NUMBER => reply!(Seal => |call| self.seal(call)),

@@ -183,8 +183,11 @@ impl Node {
     pub(super) async fn hello_all(&self, nodes: &[NodeRecord]) -> Vec<(NodeRecord, HelloAnswer)> {
         let ask = |node: NodeRecord| async move {
             let to = NodeAddress { name: node.name.clone(), host_port: node.address.clone() };
-            let hello =
-                self.caller.call_within(&address(&to), &Hello {}, HELLO_LIMIT).await.ok()?;
+            let hello = self
+                .caller
+                .call_within(&address(&to), &Hello { me: Some(self.record()) }, HELLO_LIMIT)
+                .await
+                .ok()?;
             (hello.cluster == self.settings.cluster).then_some((node, hello))
         };
         let asks: Vec<_> = nodes.iter().cloned().map(ask).collect();

@@ -17,7 +17,7 @@ mod rebuild;
 mod records;
 mod removal;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -47,6 +47,8 @@ use crate::wire::NodeAddress;
 
 /// An answer to a call comes within this, apart from those that move bulk bytes.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
+/// The most nodes that are remembered because they introduced themselves.
+const MAX_MET: usize = 4096;
 /// The most tombstones that are kept in memory; older ones are looked up on disk.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
 
@@ -128,6 +130,16 @@ fn save_share_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / 4
 }
 
+fn record_of(settings: &NodeSettings) -> formats::Node {
+    formats::Node {
+        name: settings.name.clone(),
+        address: settings.advertise.clone(),
+        zone: settings.zone.clone(),
+        rack: settings.rack.clone(),
+        storage: settings.storage,
+    }
+}
+
 /// A node.
 pub struct Node {
     settings: NodeSettings,
@@ -146,6 +158,8 @@ pub struct Node {
     tombstones: Mutex<HashMap<SaveId, bool>>,
     sweeping: Arc<Mutex<HashSet<SaveId>>>,
     rebuilding: tokio::sync::Mutex<()>,
+    /// Nodes that introduced themselves.
+    met: Mutex<BTreeMap<PeerName, formats::Node>>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -164,7 +178,11 @@ impl Node {
             LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)
         };
         let hosting = Hosting::start(maps, settings.begin_catalogue, seen, &open)?;
-        let remote = Arc::new(RemoteCatalogue::new(caller.clone(), settings.seeds.clone()));
+        let remote = Arc::new(RemoteCatalogue::new(
+            caller.clone(),
+            record_of(&settings),
+            settings.seeds.clone(),
+        ));
         if let Some(map) = store.map() {
             remote.expect(seen, map);
         }
@@ -199,6 +217,7 @@ impl Node {
             tombstones: Mutex::default(),
             sweeping: Arc::default(),
             rebuilding: tokio::sync::Mutex::default(),
+            met: Mutex::default(),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -285,13 +304,7 @@ impl Node {
     }
 
     fn record(&self) -> formats::Node {
-        formats::Node {
-            name: self.settings.name.clone(),
-            address: self.settings.advertise.clone(),
-            zone: self.settings.zone.clone(),
-            rack: self.settings.rack.clone(),
-            storage: self.settings.storage,
-        }
+        record_of(&self.settings)
     }
 
     fn coordinator(&self) -> Coordinator {

@@ -1,7 +1,7 @@
 //! A lost catalogue, made again from what the nodes hold (docs/semantics.md, 8).
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, PoisonError};
 
 use futures_util::future::join_all;
 
@@ -42,7 +42,14 @@ impl Node {
     }
 
     pub(super) async fn members(&self) -> Result<Vec<NodeRecord>, Failure> {
-        self.on_store(|store| store.members()).await.map(|members| members.nodes)
+        let mut nodes = self.on_store(|store| store.members()).await?.nodes;
+        let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, node) in met.iter() {
+            if !nodes.iter().any(|known| known.name == *name) {
+                nodes.push(node.clone());
+            }
+        }
+        Ok(nodes)
     }
 
     /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
@@ -307,6 +314,15 @@ fn check_census(
     }
     if census.codes().next().is_some() {
         enough(members, reached, census.codes(), false)?;
+    }
+    let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
+    let unknown = census.ring().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
+    if !unknown.is_empty() {
+        let text = format!(
+            "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
+            unknown.len()
+        );
+        return Err(failure(Kind::Unavailable, text));
     }
     let Some(first) = census.incomplete.first() else { return Ok(()) };
     let text = format!(

@@ -34,7 +34,10 @@ macro_rules! calls {
 
 calls! {
     /// Who are you, and where is the catalogue?
-    1 Anyone Hello {} -> HelloAnswer;
+    1 Anyone Hello {
+        /// Who asks, if it is a node: it may be known to nobody else when the catalogue is lost.
+        me: Option<Node>,
+    } -> HelloAnswer;
     /// Opens a save (semantics 3.1).
     2 Anyone Begin {
         /// The job.

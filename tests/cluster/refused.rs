@@ -50,7 +50,7 @@ fn count_panics() {
 }
 
 async fn assert_alive(voice: &Voice, node: &NodeAddress) {
-    assert_eq!(voice.ask(node, &Hello {}).await.unwrap().node, node.name);
+    assert_eq!(voice.ask(node, &Hello { me: None }).await.unwrap().node, node.name);
     assert_eq!(PANICS.load(Ordering::SeqCst), 0, "something panicked");
 }
 
@@ -286,7 +286,7 @@ async fn a_clients_word_does_not_raise_the_epoch() {
         bytes: vec![],
     };
     client.ask(&node, &call).await.unwrap_err();
-    assert_eq!(client.ask(&node, &Hello {}).await.unwrap().epoch, Epoch(1));
+    assert_eq!(client.ask(&node, &Hello { me: None }).await.unwrap().epoch, Epoch(1));
     save(&world.client(), 3, &[("weights", &content(300_000, 3))]).await;
     let archive = world.client();
     archive

@@ -171,7 +171,8 @@ fn for_clients(calls: &mut Calls) {
         nodes: vec![node("node-1"), node("node-2")],
     };
     calls
-        .both(Hello {}, hello)
+        .both(Hello { me: None }, hello)
+        .request(", node", Hello { me: Some(node("node-1")) })
         .both(Begin { job: job.clone(), step, replace: true }, begun)
         .both(Rebuild { accept_loss: true }, rebuilt())
         .both(Keep { lease: LEASE }, ())

@@ -41,18 +41,26 @@ impl Rule {
     /// Nothing is archived and nothing retired.
     pub const NOTHING: Rule = Rule { archive_all_but: None, keep_newest: None, keep_every: None };
 
-    /// What becomes of `step` when `newer` steps of its job are committed. The newest stays, or is archived, whatever the rule says.
+    /// What becomes of `step` when `newer` newer steps of its job are committed. The newest of all is never retired.
     pub fn fate(&self, step: Step, newer: u64) -> Fate {
-        let beyond = |newest: Option<u32>| newest.is_some_and(|newest| newer >= u64::from(newest));
         let is_kept = self.keep_every.is_some_and(|every| step.0.checked_rem(every) == Some(0));
-        if newer > 0 && beyond(self.keep_newest) && !is_kept {
+        if newer > 0 && is_beyond(self.keep_newest, newer) && !is_kept {
             Fate::Retired
-        } else if beyond(self.archive_all_but) {
+        } else if is_beyond(self.archive_all_but, newer) {
             Fate::Archived
         } else {
             Fate::Stays
         }
     }
+
+    /// Whether anything may become of a step with `newer` newer ones; if not, nothing becomes of these either.
+    pub fn touches(&self, newer: u64) -> bool {
+        is_beyond(self.keep_newest, newer) || is_beyond(self.archive_all_but, newer)
+    }
+}
+
+fn is_beyond(newest: Option<u32>, newer: u64) -> bool {
+    newest.is_some_and(|newest| newer >= u64::from(newest))
 }
 
 impl Default for Rule {

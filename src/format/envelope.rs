@@ -65,6 +65,8 @@ pub enum RecordKind {
     Leaves = 13,
     /// An archiving under way, in the catalogue.
     Archiving = 14,
+    /// Removed saves that a node has swept.
+    Graves = 15,
 }
 
 impl fmt::Display for RecordKind {
@@ -84,6 +86,7 @@ impl fmt::Display for RecordKind {
             Self::Epoch => "epoch",
             Self::Leaves => "leaves",
             Self::Archiving => "archiving",
+            Self::Graves => "graves",
         })
     }
 }

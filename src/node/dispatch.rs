@@ -19,8 +19,8 @@ use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Commit, Drop, Fetch,
     GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
-    NodeStatus, Nodes, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read,
-    Register, Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
+    NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord,
+    PutTombstone, Read, Register, Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -234,6 +234,7 @@ impl Node {
             GetState::NUMBER => reply!(GetState => |call| self.get_state(call)),
             Nodes::NUMBER => reply!(Nodes => |_| self.nodes()),
             NodeStatus::NUMBER => reply!(NodeStatus => |_| self.status()),
+            PolicyStatus::NUMBER => reply!(PolicyStatus => |call| self.policy_status(call)),
             PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
             GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
             Inspect::NUMBER => reply!(Inspect => |call| self.inspect(call)),

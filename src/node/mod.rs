@@ -4,19 +4,23 @@
 //! Any node is a gateway: a client may ask any of them for anything.
 
 mod blocks;
+mod collect;
 mod custody;
 mod daemon;
 mod dispatch;
 mod failure;
 mod gateway;
 mod marks;
+mod policy;
 mod records;
 mod removal;
+mod waits;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -27,6 +31,7 @@ use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::remote::RemoteCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::clock::Clock;
+use crate::config::Policy;
 use crate::entropy::Entropy;
 use crate::format::records::{self as formats, Fence};
 use crate::id::{ClusterId, NodeId, PeerName, SaveId, ShardId};
@@ -71,6 +76,8 @@ pub struct NodeSettings {
     pub high_water_percent: u8,
     /// How long leases live; liveness, too.
     pub lease: Duration,
+    /// What becomes of committed steps, when this node hosts the catalogue.
+    pub policy: Policy,
 }
 
 /// What a node runs on.
@@ -137,6 +144,7 @@ pub struct Node {
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
     sweeping: Arc<Mutex<HashSet<SaveId>>>,
+    policy: Mutex<policy::Desk>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -176,6 +184,7 @@ impl Node {
             clock.clone(),
             budgets.archive.clone(),
         );
+        let policy = policy::Desk::new(settings.lease);
         let node = Arc::new(Self {
             id: NodeId::of(&settings.name),
             settings,
@@ -192,6 +201,7 @@ impl Node {
             fences: Mutex::default(),
             tombstones: Mutex::default(),
             sweeping: Arc::default(),
+            policy,
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -206,7 +216,7 @@ impl Node {
     }
 
     /// Runs `work` until it ends or the node stops.
-    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F)
+    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -217,7 +227,7 @@ impl Node {
                 () = stop.cancelled() => {}
                 () = work => {}
             }
-        });
+        })
     }
 
     /// Stops serving, lets go of what runs, and closes the transport. Files that were being written are not there afterwards.

@@ -124,6 +124,10 @@ impl Node {
         let save = tombstone.save;
         self.on_store(move |store| {
             store.raise_epoch(tombstone.generation.epoch)?;
+            // Its grave says the same, and its files are gone.
+            if store.is_entombed(save)? {
+                return Ok(());
+            }
             store.put_small(save_scope(save), TOMBSTONE, &call.bytes)
         })
         .await?;

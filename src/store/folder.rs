@@ -52,6 +52,7 @@ struct Inner {
     node: NodeId,
     epoch: Mutex<Epoch>,
     next_quarantine: AtomicU64,
+    graves: Mutex<()>,
     _lock: DiskLock,
 }
 
@@ -92,6 +93,7 @@ impl Store {
             node: NodeId::of(name),
             epoch: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
+            graves: Mutex::default(),
             _lock: lock,
         };
         let store = Self { inner: Arc::new(inner) };
@@ -142,7 +144,7 @@ impl Store {
         Ok(())
     }
 
-    fn get_sealed<T: for<'a> Deserialize<'a>>(
+    pub(super) fn get_sealed<T: for<'a> Deserialize<'a>>(
         &self,
         path: &str,
         kind: RecordKind,
@@ -152,7 +154,7 @@ impl Store {
         record.map(Some).map_err(|source| StoreError::Format { path: path.to_owned(), source })
     }
 
-    fn put_sealed<T: Serialize>(
+    pub(super) fn put_sealed<T: Serialize>(
         &self,
         path: &str,
         kind: RecordKind,
@@ -173,6 +175,11 @@ impl Store {
 
     pub(super) fn index(&self) -> &Index {
         &self.inner.index
+    }
+
+    /// Held over a change of graves.
+    pub(super) fn graves(&self) -> &Mutex<()> {
+        &self.inner.graves
     }
 
     pub(super) fn next_quarantine(&self) -> &AtomicU64 {

@@ -12,6 +12,7 @@
 //! node.id  lock  epoch        whose folder it is; held while open; the highest catalogue epoch seen
 //! index/                      sled, made again when it is lost
 //! tmp/                        files being written, emptied at open
+//! graves/                     ids of removed saves whose files are gone
 //! quarantine/                 files moved aside, each with a `.why`
 //! shards/SHARD/NAME           small records of a shard
 //! shards/SHARD/INDEX/NAME     small records of a stripe (INDEX: 8 hexadecimal digits)
@@ -21,6 +22,7 @@
 mod block_writer;
 pub mod disk;
 mod folder;
+mod graves;
 mod index;
 pub mod kv;
 mod memory_disk;

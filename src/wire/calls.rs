@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::order::{Order, RunReport};
+use super::policy::PolicyAnswer;
 use super::{Call, NodeAddress, Who};
 use crate::code::CodeId;
 use crate::format::file::FileName;
@@ -116,6 +117,8 @@ calls! {
     12 Anyone Nodes {} -> Vec<NodeView>;
     /// What this node holds and uses.
     13 Anyone NodeStatus {} -> NodeStatusAnswer;
+    /// The policy that the catalogue's host applies, and what of it waits.
+    14 Anyone PolicyStatus {} -> PolicyAnswer;
 
     /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {

@@ -6,6 +6,7 @@
 
 pub mod calls;
 pub mod order;
+pub mod policy;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

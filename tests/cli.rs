@@ -61,7 +61,11 @@ fn a_checkpoint_lives_its_life() {
         trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["cat"] == "hop").count();
     assert_eq!(hops, 6 * reports.len());
     assert!(cluster.run("archive gpt/7").ok().out.contains("nothing to do"));
+    let rule = "policy: all but the newest 2 steps are archived, all are kept";
+    let shown = cluster.run("status").ok().out;
+    assert!(shown.contains(rule), "{shown}");
     let status = cluster.run("status --json").ok().json();
+    assert_eq!(status["policy"]["rules"][0]["archive_all_but"], 2);
     let sum = |field: &str| -> u64 {
         status["nodes"].as_array().unwrap().iter().map(|node| node[field].as_u64().unwrap()).sum()
     };

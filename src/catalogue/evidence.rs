@@ -17,6 +17,7 @@ use crate::wire::calls::{ShardHolding, StripeHolding};
 #[derive(Debug, Default)]
 pub struct SaveEvidence {
     tombstone: Option<Tombstone>,
+    is_buried: bool,
     saved: Option<(Job, Step, Saved)>,
     shards: BTreeMap<u32, ShardEvidence>,
 }
@@ -116,11 +117,24 @@ impl SaveEvidence {
         }
     }
 
+    /// Whether a commit mark was found.
+    pub fn is_marked(&self) -> bool {
+        self.saved.is_some()
+    }
+
+    /// A node says that it has removed the save: the last of what was found goes too.
+    pub fn bury(&mut self) {
+        self.is_buried = true;
+    }
+
     /// What follows. `generation` is that of the new catalogue's records.
     pub fn judge(self, save: SaveId, generation: Generation) -> Verdict {
         let orphan = |reason| Verdict::Orphan(Removing { save, generation, reason });
         if let Some(tombstone) = self.tombstone {
             return orphan(tombstone.reason);
+        }
+        if self.is_buried {
+            return orphan(RemoveReason::Deleted);
         }
         let Some((job, step, saved)) = self.saved else {
             return orphan(RemoveReason::Aborted);

@@ -15,6 +15,7 @@ mod node;
 pub mod picture;
 pub mod printer;
 pub mod progress;
+mod rules;
 pub mod sample;
 mod save;
 mod status;

@@ -43,8 +43,10 @@ use crate::pipeline::workers::Workers;
 use crate::topology::Directory;
 use crate::wire::calls::{
     Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
-    Nodes, Rebuild, RebuildAnswer, Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
+    Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer, Show, ShowAnswer, StepView,
+    StripeReport,
 };
+use crate::wire::policy::PolicyAnswer;
 use crate::wire::{Call, NodeAddress};
 
 /// A gateway answers a question within this.
@@ -107,6 +109,8 @@ pub struct StatusReport {
     pub catalogue: Option<PeerName>,
     /// The highest epoch that was heard of.
     pub epoch: Epoch,
+    /// The policy that the catalogue's host applies, if it answers.
+    pub policy: Option<PolicyAnswer>,
 }
 
 /// A client of one cluster. Clones share their connections.
@@ -350,8 +354,12 @@ impl Client {
         });
         let mut nodes = futures_util::future::join_all(asks).await;
         nodes.sort_by(|(a, _), (b, _)| a.node.name.cmp(&b.node.name));
+        let policy = match &hello.catalogue {
+            Some(home) => self.caller().call(home, &PolicyStatus {}).await.ok(),
+            None => None,
+        };
         let catalogue = hello.catalogue.map(|home| home.name);
-        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch })
+        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy })
     }
 
     /// Closes all connections.

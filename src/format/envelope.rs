@@ -69,6 +69,8 @@ pub enum RecordKind {
     Removing = 15,
     /// The nodes of the cluster, as one of them last heard.
     Members = 16,
+    /// Removed saves that a node has swept.
+    Graves = 17,
 }
 
 impl fmt::Display for RecordKind {
@@ -90,6 +92,7 @@ impl fmt::Display for RecordKind {
             Self::Archiving => "archiving",
             Self::Removing => "removing",
             Self::Members => "members",
+            Self::Graves => "graves",
         })
     }
 }

@@ -136,6 +136,8 @@ pub enum RemoveReason {
     Deleted,
     /// `save --replace`.
     Superseded,
+    /// The policy: newer steps are enough.
+    Retired,
 }
 
 /// A save whose files go.
@@ -286,11 +288,8 @@ pub enum StripeState {
 impl ShardState {
     /// The state of a shard that nobody has touched since its save.
     pub fn fresh(generation: Generation, stripes: u32) -> Self {
-        let runs = if stripes == 0 {
-            Vec::new()
-        } else {
-            vec![Run { count: stripes, state: StripeState::Replicated }]
-        };
+        let all = Run { count: stripes, state: StripeState::Replicated };
+        let runs = Vec::from_iter((stripes > 0).then_some(all));
         Self { generation, owner: None, deleting: false, runs }
     }
 

@@ -12,7 +12,7 @@ use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
 use crate::format::records::{Node as NodeRecord, RemoveReason, Removing};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
-use crate::wire::calls::{Inventory, ShardHolding};
+use crate::wire::calls::{Buried, Inventory, ShardHolding};
 use crate::wire::{Failure, NodeAddress};
 
 /// One page of an inventory comes within this.
@@ -116,11 +116,22 @@ impl Node {
         let first = sources.iter().filter_map(|source| source.page.front()).map(|held| held.shard);
         let Some(save) = first.min().map(ShardId::save) else { return Ok(None) };
         let mut evidence = SaveEvidence::default();
+        let asked: Vec<NodeRecord> = sources.iter().map(|source| source.node.clone()).collect();
         for source in sources {
             let node = NodeId::of(&source.node.name);
             while let Some(held) = source.page.pop_front_if(|held| held.shard.save() == save) {
                 evidence.add(self.settings.cluster, node, &held);
                 self.fill(source).await?;
+            }
+        }
+        // A node whose files of a removed save are gone has nothing of it to list.
+        if evidence.is_marked() {
+            let asks = asked.iter().map(|node| async move {
+                let to = address(&node_address(node));
+                self.caller.call_within(&to, &Buried { save }, PAGE_LIMIT).await
+            });
+            if try_join_all(asks).await?.contains(&true) {
+                evidence.bury();
             }
         }
         Ok(Some((save, evidence)))

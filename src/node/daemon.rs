@@ -155,6 +155,7 @@ impl Daemon {
             memory_bytes: config.memory_bytes,
             high_water_percent: config.high_water_percent,
             lease: config.timeouts.lease,
+            policy: config.policy.clone(),
         };
         let parts = NodeParts {
             store,

@@ -5,6 +5,7 @@
 
 mod blocks;
 mod census;
+mod collect;
 mod custody;
 mod daemon;
 mod dispatch;
@@ -13,14 +14,18 @@ mod gateway;
 mod hosting;
 mod inventory;
 mod marks;
+mod orphans;
+mod policy;
 mod rebuild;
 mod records;
 mod removal;
+mod waits;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -33,6 +38,7 @@ use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::remote::RemoteCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::clock::Clock;
+use crate::config::Policy;
 use crate::entropy::Entropy;
 use crate::format::records::{self as formats, Fence};
 use crate::id::{ClusterId, NodeId, PeerName, SaveId, ShardId};
@@ -81,6 +87,8 @@ pub struct NodeSettings {
     pub high_water_percent: u8,
     /// How long leases live; liveness, too.
     pub lease: Duration,
+    /// What becomes of committed steps, when this node hosts the catalogue.
+    pub policy: Policy,
 }
 
 /// What a node runs on.
@@ -160,6 +168,7 @@ pub struct Node {
     rebuilding: tokio::sync::Mutex<()>,
     /// Nodes that introduced themselves.
     met: Mutex<BTreeMap<PeerName, formats::Node>>,
+    policy: Mutex<policy::Desk>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -200,6 +209,7 @@ impl Node {
             clock.clone(),
             budgets.archive.clone(),
         );
+        let policy = policy::Desk::new(settings.lease);
         let node = Arc::new(Self {
             id: NodeId::of(&settings.name),
             settings,
@@ -218,6 +228,7 @@ impl Node {
             sweeping: Arc::default(),
             rebuilding: tokio::sync::Mutex::default(),
             met: Mutex::default(),
+            policy,
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -231,7 +242,7 @@ impl Node {
     }
 
     /// Runs `work` until it ends or the node stops.
-    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F)
+    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -242,7 +253,7 @@ impl Node {
                 () = stop.cancelled() => {}
                 () = work => {}
             }
-        });
+        })
     }
 
     /// Stops serving, lets go of what runs, and closes the transport. Files that were being written are not there afterwards.

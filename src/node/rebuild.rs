@@ -239,6 +239,7 @@ impl Node {
                 node: self.id,
                 lease: LeaseId(self.entropy.id()),
                 options: options_for(code),
+                waiting: None,
             };
             map.put(&archiving_key(&job, step), &wish.to_bytes()?)?;
         }

@@ -132,6 +132,10 @@ impl Node {
         self.on_store(move |store| {
             let epoch = tombstone.generation.epoch;
             store.raise_epoch(epoch)?;
+            // Its grave says the same, and its files are gone.
+            if store.is_entombed(save)? {
+                return Ok(());
+            }
             // What was decided is never aborted: who says so has an old catalogue.
             if tombstone.reason == RemoveReason::Aborted && has_mark(store, save)? {
                 let text = format!("save {save} has a commit mark here: it was not aborted");

@@ -53,6 +53,7 @@ struct Inner {
     node: NodeId,
     seen: Mutex<SeenEpoch>,
     next_quarantine: AtomicU64,
+    graves: Mutex<()>,
     _lock: DiskLock,
 }
 
@@ -93,6 +94,7 @@ impl Store {
             node: NodeId::of(name),
             seen: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
+            graves: Mutex::default(),
             _lock: lock,
         };
         let store = Self { inner: Arc::new(inner) };
@@ -178,6 +180,11 @@ impl Store {
 
     pub(super) fn index(&self) -> &Index {
         &self.inner.index
+    }
+
+    /// Held over a change of graves.
+    pub(super) fn graves(&self) -> &Mutex<()> {
+        &self.inner.graves
     }
 
     pub(super) fn next_quarantine(&self) -> &AtomicU64 {

@@ -13,6 +13,7 @@
 //! index/                      sled, made again when it is lost
 //! tmp/                        files being written, emptied at open
 //! epoch, members              what the node remembers of its cluster
+//! graves/                     ids of removed saves whose files are gone
 //! quarantine/                 files moved aside, each with a `.why`
 //! shards/SHARD/NAME           small records of a shard
 //! shards/SHARD/INDEX/NAME     small records of a stripe (INDEX: 8 hexadecimal digits)
@@ -23,6 +24,7 @@ mod block_writer;
 pub mod disk;
 mod epoch;
 mod folder;
+mod graves;
 mod index;
 pub mod kv;
 mod memory_disk;

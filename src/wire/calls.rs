@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 pub use super::answers::*;
 use super::order::{Order, RunReport};
+use super::policy::PolicyAnswer;
 use super::{Call, NodeAddress, Who};
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
@@ -123,6 +124,8 @@ calls! {
         /// Whether to go on when too few nodes are reached, or roots are missing.
         accept_loss: bool,
     } -> RebuildAnswer;
+    /// The policy that the catalogue's host applies, and what of it waits.
+    15 Anyone PolicyStatus {} -> PolicyAnswer;
 
     /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {
@@ -311,6 +314,11 @@ calls! {
         /// Only this save.
         only: Option<SaveId>,
     } -> InventoryAnswer;
+    /// Whether this node has removed the save, or is to.
+    63 Nodes Buried {
+        /// The save.
+        save: SaveId,
+    } -> bool;
     /// Adds a place to a stripe record after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

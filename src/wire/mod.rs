@@ -7,6 +7,7 @@
 pub mod answers;
 pub mod calls;
 pub mod order;
+pub mod policy;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

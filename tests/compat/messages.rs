@@ -9,6 +9,7 @@ use rapidraid::wire::calls::*;
 use rapidraid::wire::order::{
     Codec, HopOrder, HopReport, InputOrder, Order, OutputOrder, PieceProof, RunReport,
 };
+use rapidraid::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 use rapidraid::wire::{
     Call, Failure, NodeAddress, StreamHeader, WireError, answer_to_bytes, message_to_bytes,
     parse_answer, parse_message, parse_request, request_to_bytes, split_request,
@@ -217,7 +218,25 @@ fn for_clients(calls: &mut Calls) {
         .both(GetState { shard: root().shard }, Some(state()))
         .answer::<GetState>(", none", None)
         .both(Nodes {}, vec![NodeView { node: node("node-1"), live: true }])
-        .both(NodeStatus {}, status);
+        .both(NodeStatus {}, status)
+        .both(PolicyStatus {}, policy());
+}
+
+fn policy() -> PolicyAnswer {
+    let rule = |job: Option<&str>, number| PolicyRule {
+        job: job.map(|job| job.parse().unwrap()),
+        archive_all_but: number,
+        keep_newest: number.map(|number| number + 1),
+        keep_every: number.map(u64::from),
+    };
+    let (job, step) = (root().job, root().step);
+    PolicyAnswer {
+        rules: vec![rule(None, None), rule(Some("gpt-2_small.v1"), Some(300))],
+        to_archive: 300,
+        to_retire: 301,
+        removing: 302,
+        waiting: vec![PolicyWait { job, step, failures: 300, why: "node-3 is away".into() }],
+    }
 }
 
 fn of_data(calls: &mut Calls) {
@@ -331,6 +350,7 @@ fn orders(calls: &mut Calls) {
         .both(PutMark { bytes: bytes.clone(), epoch: generation.epoch }, ())
         .both(Claim { epoch: generation.epoch, map: MAP, home: address() }, ())
         .both(Members {}, vec![node("node-1")])
+        .both(Buried { save: SAVE }, true)
         .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())
         .request(", all", Inventory { after: None, only: None })
         .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())

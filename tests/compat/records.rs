@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rapidraid::catalogue::records::Archiving;
+use rapidraid::catalogue::records::{Archiving, Waiting};
 use rapidraid::code::CodeId;
 use rapidraid::format::FormatError;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
@@ -146,10 +146,10 @@ fn receipt() -> Receipt {
     Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
 }
 
-fn archiving() -> Archiving {
+fn archiving(waiting: Option<Waiting>) -> Archiving {
     let (plan, codec) = (PlanChoice::StripedStar, Codec::ReedSolomonErasure);
     let options = ArchiveOptions { plan, codec, parallel: 300 };
-    Archiving { node: node_id("node-1"), lease: LEASE, options }
+    Archiving { node: node_id("node-1"), lease: LEASE, options, waiting }
 }
 
 fn record<R: Record + PartialEq + 'static>(name: &str, value: R) -> Case {
@@ -181,6 +181,8 @@ fn file_header(name: &str, content: Content) -> Case {
 }
 
 const SEEN: Epoch = Epoch(300);
+/// Where [`SAVE`] is entombed.
+const GRAVES: &str = "graves/5a";
 
 fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
     let name: PeerName = "node-1".parse().unwrap();
@@ -193,15 +195,22 @@ fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
 fn folder_record(name: &str, path: &'static str) -> Case {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
     let home = Home { name: "node-1".parse().unwrap(), address: "node-1.example.org:7440".into() };
-    open(&disk).unwrap().claim_epoch(SEEN, MAP, home).unwrap();
+    let store = open(&disk).unwrap();
+    store.claim_epoch(SEEN, MAP, home).unwrap();
+    assert!(store.entomb(SAVE).unwrap());
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
     let parse = move |bytes: &[u8]| {
         let disk = Arc::new(MemoryDisk::new(1 << 20));
+        disk.create_dir("graves").unwrap();
         disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
         let store = open(&disk)?;
-        Ok(path != "epoch" || store.epoch() == SEEN)
+        match path {
+            "epoch" => Ok(store.epoch() == SEEN),
+            GRAVES => store.is_entombed(SAVE).map_err(|error| error.kind()),
+            _ => Ok(true),
+        }
     };
     Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
 }
@@ -211,6 +220,8 @@ pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
     let decided = Some(Writing::Decided { saved: saved.clone() });
     let decided = Checkpoint { committed: None, writing: decided, removing: Vec::new() };
+    let retired =
+        Checkpoint { removing: vec![removing(RemoveReason::Retired)], ..Checkpoint::default() };
     let mark = CommitMark { cluster: CLUSTER, saved, root: root() };
     let (generation, holder, reason) = (GENERATION, node_id("node-2"), RemoveReason::Deleted);
     vec![
@@ -235,7 +246,13 @@ pub fn cases() -> Vec<Case> {
         record("removing", Removing { save: SAVE, generation, reason }),
         record("members", Members { nodes: vec![node("node-1"), node("node-2")] }),
         record("leaves", Leaves { root: root(), hashes: leaves_of_root() }),
-        record("archiving", archiving()),
+        record("archiving", archiving(None)),
+        record(
+            "archiving that waits",
+            archiving(Some(Waiting { failures: 300, why: "node-3 is away".into() })),
+        ),
+        record("checkpoint, retired", retired),
+        folder_record("graves", GRAVES),
     ]
 }
 

@@ -45,7 +45,7 @@ pub fn files_below(disk: &dyn Disk, folder: &str) -> Vec<String> {
 
 impl Machine {
     /// The data folder as a power cut would leave it now.
-    fn image(&self) -> Store {
+    pub fn after_power_cut(&self) -> Store {
         let disk: Arc<dyn Disk> = Arc::new(self.disk.crash());
         let lock = disk.lock(LOCK_FILE).unwrap();
         let kv = Arc::new(MemoryKv::new());
@@ -147,7 +147,7 @@ impl World {
     /// that a whole good replica of each block. Looks at what a power cut would leave of all machines, running or not.
     pub async fn assert_invariant(&self, client: &Client, step: u64) -> Held {
         let before = client.show(&job(), Some(Step(step))).await.unwrap();
-        let images: Vec<_> = self.machines[1..].iter().map(Machine::image).collect();
+        let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
         let after = client.show(&job(), Some(Step(step))).await.unwrap();
         let mut held = Held::default();
         for ((root, state), (_, later)) in before.shards.iter().zip(&after.shards) {

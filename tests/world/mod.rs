@@ -13,6 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
 use rapidraid::clock::SystemClock;
+use rapidraid::config::{Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::MemoryNetwork;
@@ -73,7 +74,9 @@ pub struct World {
     pub memory_bytes: u64,
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
+    pub policy: Policy,
     clients: std::cell::Cell<u32>,
+    boots: BTreeMap<usize, u64>,
 }
 
 pub fn address(index: usize) -> String {
@@ -107,7 +110,9 @@ impl World {
             memory_bytes,
             codes: codes.to_vec(),
             lease: Duration::from_secs(10),
+            policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             clients: std::cell::Cell::new(0),
+            boots: BTreeMap::new(),
         };
         for index in 0..=count {
             world.boot(index);
@@ -118,6 +123,7 @@ impl World {
 
     /// Starts the daemon of machine `index` on what its disk holds.
     pub fn boot(&mut self, index: usize) {
+        let boots = *self.boots.entry(index).and_modify(|boots| *boots += 1).or_default();
         let machine = self.machines[index].clone();
         let disk: Arc<dyn Disk> = machine.disk.clone();
         let lock = disk.lock(LOCK_FILE).unwrap();
@@ -138,13 +144,15 @@ impl World {
             memory_bytes: self.memory_bytes,
             high_water_percent: 85,
             lease: self.lease,
+            policy: self.policy.clone(),
         };
         let parts = NodeParts {
             store,
             maps: Arc::new(SlotMaps(machine.catalogue.clone())),
             transport: Arc::new(self.network.join(peer, &address(index))),
             clock: SystemClock::new(),
-            entropy: Arc::new(SeededEntropy::new(index as u64 + 1)),
+            // Another one after each start: ids that were given out do not come again.
+            entropy: Arc::new(SeededEntropy::new(index as u64 + 1 + (boots << 32))),
             workers: Workers::new(4),
             segmentation_offload: false,
         };

@@ -23,6 +23,8 @@ use crate::wire::{Call, NodeAddress};
 const ATTEMPTS: u32 = 4;
 /// Wait before the second attempt; doubled each time.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
+/// One attempt to keep a lease or a registration: several fit into a lease, also while the connection to a home that died seems alive.
+const LEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// A node that does not say within this where the catalogue is has no say.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
@@ -142,6 +144,15 @@ impl RemoteCatalogue {
     }
 
     async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, CatalogueError> {
+        self.ask_within(call, self.caller.limit()).await
+    }
+
+    /// Each attempt may take `limit`.
+    async fn ask_within<C: Call>(
+        &self,
+        call: &C,
+        limit: Duration,
+    ) -> Result<C::Answer, CatalogueError> {
         let mut wait = FIRST_WAIT;
         let mut last = None;
         for attempt in 0..ATTEMPTS {
@@ -156,7 +167,7 @@ impl RemoteCatalogue {
                     continue;
                 }
             };
-            match self.caller.call(&home, call).await {
+            match self.caller.call_within(&address(&home), call, limit).await {
                 Ok(answer) => return Ok(answer),
                 Err(CallError::Failed(failure)) if !failure.kind.is_transient() => {
                     return Err(CatalogueError::Refused {
@@ -230,7 +241,7 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
-        self.ask(&LeaseTouch { lease, keep }).await
+        self.ask_within(&LeaseTouch { lease, keep }, LEASE_LIMIT).await
     }
 
     async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
@@ -238,7 +249,7 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-        let answer = self.ask(&Register { node: node.clone() }).await?;
+        let answer = self.ask_within(&Register { node: node.clone() }, LEASE_LIMIT).await?;
         self.saw(answer.epoch);
         Ok(answer)
     }

@@ -174,7 +174,8 @@ impl Client {
         KeptLease(tokio::spawn(async move {
             loop {
                 client.caller().clock().sleep(period).await;
-                if let Err(error) = client.ask(&Keep { lease }).await
+                // A gateway that does not answer must leave time to ask another one.
+                if let Err(error) = client.ask_within(&Keep { lease }, period).await
                     && error.kind() == Kind::Fenced
                 {
                     return;

@@ -231,6 +231,23 @@ async fn a_holder_that_dies_in_mid_save_is_replaced_by_a_spare() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_falls_silent_costs_no_lease() {
+    let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
+    // Only one of the seeds answers at first: it is the gateway.
+    world.kill(4).await;
+    let client = world.client_of_all(&[4, 3]);
+    let bytes = content(900_000, 1);
+    let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
+    world.boot(4);
+    let _silent = world.silence(3).await;
+    let began = tokio::time::Instant::now();
+    gate.open();
+    saving.await.unwrap().unwrap();
+    assert!(began.elapsed() > world.lease, "the save waited for node 3 as a holder");
+    assert_restores_without_incident_of_others(&world.client_of(0), &bytes).await;
+}
+
 /// The dead node is an incident of its own.
 async fn assert_restores_without_incident_of_others(client: &Client, bytes: &Bytes) {
     let (out, report) = restore(client, 1).await.unwrap();

@@ -174,6 +174,7 @@ impl Client {
         let reading = Arc::new(Reading {
             caller: self.caller().clone(),
             workers: self.inner.workers.clone(),
+            entropy: self.inner.entropy.clone(),
             directory: self.directory().await?,
             incidents: Mutex::default(),
         });

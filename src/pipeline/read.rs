@@ -2,6 +2,7 @@
 //!
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
 //! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails, lies or is late is left out, and reading goes on from the same grain with others.
+//! A node that is busy has what is wanted: all files are let go, and opened again later.
 
 mod way;
 
@@ -17,10 +18,12 @@ use futures_util::future::{join_all, try_join_all};
 pub use way::Lost;
 use way::{Holding, Way, explain, find_way};
 
+use super::patience::{BUSY_LIMIT, Patience};
 use super::records::StripeInfo;
 use super::workers::{WorkerDied, Workers};
 use crate::clock::deadline;
 use crate::code::{Code, CodeError, Program, reconstruct};
+use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::format::tree::GrainTree;
@@ -42,9 +45,6 @@ const PATIENT_LIMIT: Duration = Duration::from_secs(6);
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 /// The same for the answer to an open: a busy node may let a reader wait for memory.
 const OPEN_LIMIT: Duration = Duration::from_secs(12);
-/// Tries to open a file on a node that says it is busy, and the wait between them.
-const OPEN_TRIES: u32 = 5;
-const BUSY_WAIT: Duration = Duration::from_millis(500);
 
 /// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
@@ -59,6 +59,18 @@ pub enum ReadError {
     /// Too much is gone.
     #[error("{0}")]
     Lost(Lost),
+    /// A node had no memory free for a reader, again and again.
+    #[error(
+        "stripe {stripe}: node {node} is busy with others for {BUSY_LIMIT:?} now ({reason}): try again later"
+    )]
+    Busy {
+        /// The stripe.
+        stripe: StripeId,
+        /// The node.
+        node: String,
+        /// What it said last.
+        reason: String,
+    },
     /// The destination failed.
     #[error("writing at byte {offset}: {source}")]
     Sink {
@@ -101,6 +113,7 @@ impl ReadError {
     pub fn kind(&self) -> Kind {
         match self {
             ReadError::Lost(_) => Kind::Lost,
+            ReadError::Busy { .. } => Kind::Busy,
             ReadError::Sink { .. } => Kind::Io,
             ReadError::UnknownCode { .. } => Kind::Invalid,
             ReadError::Decoded { .. } => Kind::Corrupt,
@@ -115,6 +128,8 @@ pub struct Reading {
     pub caller: Arc<Caller>,
     /// Verifying and decoding.
     pub workers: Workers,
+    /// Tells readers apart that wait for the same node.
+    pub entropy: Arc<dyn Entropy>,
     /// The nodes.
     pub directory: Directory,
     /// What went wrong and was survived, for the report.
@@ -122,6 +137,10 @@ pub struct Reading {
 }
 
 impl Reading {
+    fn patience(&self) -> Patience {
+        Patience::new(self.caller.clock().clone(), self.entropy.clone())
+    }
+
     fn note(&self, incident: String) {
         tracing::warn!("{incident}");
         let mut incidents = self.incidents.lock().unwrap_or_else(PoisonError::into_inner);
@@ -153,6 +172,11 @@ enum Stop {
         holding: Holding,
         reason: String,
         rotten: bool,
+    },
+    /// A source's node has no memory for a reader now.
+    Busy {
+        holding: Holding,
+        reason: String,
     },
     Fatal(ReadError),
 }
@@ -256,6 +280,7 @@ impl StripeReader {
         let len = self.info.fixed.cut.block_len(block);
         let end = crate::units::grains(len).min(grains.end);
         let mut next = grains.start;
+        let mut patience = self.reading.patience();
         while next < end {
             let Some(&source) = sources.first() else {
                 return Err(ReadError::Lost(Lost {
@@ -265,10 +290,18 @@ impl StripeReader {
                     missing: vec!["every holder failed while it was read".into()],
                 }));
             };
+            let from = next;
             let round = self.replica_round(block, source, &mut next, end, range, sink).await;
+            if next > from {
+                patience = self.reading.patience();
+            }
             match round {
                 Ok(()) => {}
                 Err(Stop::Fatal(error)) => return Err(error),
+                Err(Stop::Busy { holding, reason }) => {
+                    self.wait(&mut patience, &holding, reason).await?;
+                    sources.rotate_left(1);
+                }
                 Err(Stop::Source { holding, reason, rotten }) => {
                     self.left_out(&holding, &reason, rotten);
                     sources.retain(|source| *source != holding);
@@ -322,10 +355,19 @@ impl StripeReader {
         sink: &Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
         let mut next = grains.start;
+        let mut patience = self.reading.patience();
         loop {
-            match self.pieces_round(blocks, &mut next, grains.end, range, sink).await {
+            let from = next;
+            let round = self.pieces_round(blocks, &mut next, grains.end, range, sink).await;
+            if next > from {
+                patience = self.reading.patience();
+            }
+            match round {
                 Ok(()) => return Ok(()),
                 Err(Stop::Fatal(error)) => return Err(error),
+                Err(Stop::Busy { holding, reason }) => {
+                    self.wait(&mut patience, &holding, reason).await?;
+                }
                 Err(Stop::Source { holding, reason, rotten }) => {
                     self.left_out(&holding, &reason, rotten);
                     if let Way::Pieces { pieces, .. } = &mut self.way {
@@ -367,6 +409,7 @@ impl StripeReader {
                 len => self.open(source, from..until, len).await.map(Some),
             }
         });
+        // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
         let mut files = try_join_all(opens).await?;
         let mut ready = Some(self.grains(&mut files, *next).await?);
         while let Some(inputs) = ready.take() {
@@ -426,6 +469,21 @@ impl StripeReader {
         Ok(())
     }
 
+    /// Waits for a node that is busy, holding nothing.
+    async fn wait(
+        &self,
+        patience: &mut Patience,
+        holding: &Holding,
+        reason: String,
+    ) -> Result<(), ReadError> {
+        let (stripe, node) = (self.info.fixed.stripe, self.reading.directory.name(holding.node));
+        tracing::debug!(%stripe, node, reason, "a reader waits");
+        match patience.wait().await {
+            true => Ok(()),
+            false => Err(ReadError::Busy { stripe, node, reason }),
+        }
+    }
+
     fn left_out(&self, holding: &Holding, reason: &str, rotten: bool) {
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
@@ -465,26 +523,19 @@ impl StripeReader {
             hashes: true,
         };
         let clock = &**self.reading.caller.clock();
-        let mut tries = 0;
-        let (exchange, answer) = loop {
-            tries += 1;
-            let work = async {
-                let mut exchange = self.reading.caller.open(&to, &call).await?;
-                exchange.finish().await?;
-                let answer: ReadAnswer = exchange.answer().await?;
-                Ok::<_, CallError>((exchange, answer))
-            };
-            match deadline(clock, OPEN_LIMIT, work).await {
-                Ok(Ok(opened)) => break opened,
-                // A node that serves many readers says so; it has the bytes all the same.
-                Ok(Err(error)) if error.kind() == Kind::Busy && tries < OPEN_TRIES => {
-                    clock.sleep(BUSY_WAIT).await;
-                }
-                Ok(Err(error)) => {
-                    return Err(stop(error.to_string(), error.kind() == Kind::Corrupt));
-                }
-                Err(late) => return Err(stop(late.to_string(), false)),
+        let work = async {
+            let mut exchange = self.reading.caller.open(&to, &call).await?;
+            exchange.finish().await?;
+            let answer: ReadAnswer = exchange.answer().await?;
+            Ok::<_, CallError>((exchange, answer))
+        };
+        let (exchange, answer) = match deadline(clock, OPEN_LIMIT, work).await {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(error)) if error.kind() == Kind::Busy => {
+                return Err(Stop::Busy { holding, reason: error.to_string() });
             }
+            Ok(Err(error)) => return Err(stop(error.to_string(), error.kind() == Kind::Corrupt)),
+            Err(late) => return Err(stop(late.to_string(), false)),
         };
         let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
             .map_err(|error| stop(error.to_string(), true))?;

@@ -11,6 +11,7 @@ use crate::format::records::{Receipt, Record, StripeState};
 use crate::id::{Attempt, Generation, NodeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, address};
+use crate::pipeline::patience::Patience;
 use crate::pipeline::records::{self, StripeInfo};
 use crate::pipeline::run::ADMIT_ALL_LIMIT;
 use crate::placement::place;
@@ -33,10 +34,6 @@ const FIRST_WAIT: Duration = Duration::from_millis(500);
 const RUN_LIMIT: Duration = Duration::from_secs(3600);
 /// Longer than a node waits for memory, so that its own answer comes first.
 const RESERVE_LIMIT: Duration = Duration::from_secs(15);
-/// How long a stripe goes on asking for admission while nodes say that they are busy with others.
-const BUSY_LIMIT: Duration = Duration::from_secs(600);
-/// Between two such tries, at most.
-const MAX_BUSY_WAIT: Duration = Duration::from_secs(4);
 
 impl Coordinator {
     /// Archives stripe `index`, or only finishes its drop.
@@ -141,22 +138,16 @@ impl Coordinator {
 
     /// Admission, again and again while nodes are busy with other plans: that is no failure of the stripe.
     async fn reserve(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
-        let began = self.clock.now();
-        let mut wait = FIRST_WAIT;
+        let mut patience = Patience::new(self.clock.clone(), self.entropy.clone());
         loop {
             let error = match self.reserve_all(orders).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
-            if error.kind() != Kind::Busy || self.clock.now() - began > BUSY_LIMIT {
+            tracing::debug!(%error, "a plan is not admitted");
+            if error.kind() != Kind::Busy || !patience.wait().await {
                 return Err(error.into());
             }
-            tracing::debug!(%error, "a plan waits for admission");
-            // Plans that gave way to one another do not meet again at once.
-            let mut random = [0; 1];
-            self.entropy.fill(&mut random);
-            self.clock.sleep(wait * (128 + u32::from(random[0])) / 256).await;
-            wait = (wait * 2).min(MAX_BUSY_WAIT);
         }
     }
 

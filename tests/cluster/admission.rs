@@ -158,6 +158,7 @@ async fn read_slowly(world: &World, step: u64, held: Duration) {
                 exchange.recv.read_exact(256 << 10).await.unwrap();
             }
         }
+        drop(voice);
     });
 }
 
@@ -177,7 +178,8 @@ async fn a_restore_waits_for_nodes_that_are_busy_and_loses_nothing() {
         let (out, report) = restore(&client, step).await.unwrap();
         assert!(read_file(&*out, "weights") == bytes);
         assert_eq!(report.incidents, Vec::<String>::new(), "busy is no incident");
-        assert!(began.elapsed() >= held && began.elapsed() < held + Duration::from_secs(20));
+        let took = began.elapsed();
+        assert!(took >= held && took < held + Duration::from_secs(20), "step {step}: {took:?}");
         world.assert_idle().await;
     }
 }

@@ -9,6 +9,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
+use crate::code::Layout;
 use crate::format::records::{MAX_RING, Node, RingNode};
 use crate::id::NodeId;
 use crate::kind::Kind;
@@ -102,6 +103,67 @@ pub fn place(
     Ok(placed.into_iter().map(|member| member.node).collect())
 }
 
+/// The nodes of a ring that may take the place of one of a stripe's.
+#[derive(Debug, Clone)]
+pub struct Spares {
+    layout: Layout,
+    domains: HashMap<NodeId, u16>,
+    free: Vec<NodeId>,
+}
+
+impl Spares {
+    /// Those nodes of `ring` that are not in `places` and that `is_usable`.
+    pub fn new(
+        ring: &[RingNode],
+        layout: Layout,
+        places: &[NodeId],
+        is_usable: impl Fn(NodeId) -> bool,
+    ) -> Self {
+        let domains = ring.iter().map(|member| (member.node, member.domain)).collect();
+        let free = ring.iter().map(|member| member.node);
+        let free = free.filter(|node| !places.contains(node) && is_usable(*node)).collect();
+        Self { layout, domains, free }
+    }
+
+    /// The nodes that are left.
+    pub fn nodes(&self) -> &[NodeId] {
+        &self.free
+    }
+
+    /// Leaves out what `is_usable` no more.
+    pub fn retain(&mut self, is_usable: impl Fn(NodeId) -> bool) {
+        self.free.retain(|node| is_usable(*node));
+    }
+
+    /// Adds a node that has been taken out of the stripe.
+    pub fn give(&mut self, node: NodeId) {
+        self.free.push(node);
+    }
+
+    /// A node for `position` of a stripe on `places`: one that is not in doubt rather than one that is, then one outside the
+    /// domains of the nodes that hold the same blocks.
+    pub fn take(
+        &mut self,
+        places: &[NodeId],
+        position: usize,
+        is_in_doubt: impl Fn(NodeId) -> bool,
+    ) -> Option<NodeId> {
+        let blocks = self.layout.blocks_at(position);
+        let twins = blocks.flat_map(|block| self.layout.holders(block));
+        let twins: Vec<_> = twins
+            .filter(|&twin| twin != position)
+            .filter_map(|twin| self.domains.get(places.get(twin)?))
+            .collect();
+        let cost = |at: &usize| {
+            let node = self.free[*at];
+            let shares = self.domains.get(&node).is_some_and(|domain| twins.contains(&domain));
+            (is_in_doubt(node), shares)
+        };
+        let best = (0..self.free.len()).min_by_key(cost)?;
+        Some(self.free.remove(best))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -161,6 +223,29 @@ mod tests {
         heads.sort_unstable();
         heads.dedup();
         assert_eq!(heads.len(), 20);
+    }
+
+    #[test]
+    fn a_spare_lies_outside_the_domains_of_the_twins_when_one_does() {
+        let ring = ring(&in_racks(&[4, 2, 2]), 0);
+        let layout = Layout::new(4, 2).unwrap();
+        let domain = |node: NodeId| ring.iter().find(|m| m.node == node).unwrap().domain;
+        let places = place(&ring, 4, 2, 0).unwrap();
+        for position in 0..4 {
+            let twin = domain(places[(position + 2) % 4]);
+            let mut spares = Spares::new(&ring, layout, &places, |_| true);
+            let free = spares.nodes().to_vec();
+            assert_eq!(free.len(), 4);
+            let taken: Vec<NodeId> =
+                (0..4).filter_map(|_| spares.take(&places, position, |_| false)).collect();
+            assert_eq!(spares.take(&places, position, |_| false), None);
+            let shared: Vec<bool> = taken.iter().map(|&node| domain(node) == twin).collect();
+            assert!(shared.is_sorted() && !shared[0], "{position}: {shared:?}");
+            // Doubt weighs more.
+            let mut spares = Spares::new(&ring, layout, &places, |_| true);
+            let good = *taken.last().unwrap();
+            assert_eq!(spares.take(&places, position, |node| node != good), Some(good));
+        }
     }
 
     #[test]

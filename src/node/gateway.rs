@@ -12,15 +12,15 @@ use super::Node;
 use super::dispatch::{Request, Served};
 use super::failure::failure;
 use crate::catalogue::records::{
-    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key, state_key,
-    update, write,
+    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key,
+    roots_prefix, state_key, update, write,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{
-    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
-    Saved, ShardRoot, ShardState, Writing,
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
+    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing,
 };
-use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::id::{Generation, Job, LeaseId, NodeId, ShardId, Step};
 use crate::kind::Kind;
 use crate::pipeline::archive::shard_roots;
 use crate::topology::Directory;
@@ -70,23 +70,26 @@ impl Node {
 
     pub(super) async fn begin(self: &Arc<Self>, call: Begin) -> Result<BeginAnswer, Failure> {
         let catalogue = self.catalogue();
-        let mut nodes = self.directory().await?.live_storage();
+        let live = self.directory().await?.live_storage();
+        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
+        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
+        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
+        if self.choose_code(nodes.len()).is_err() {
+            // A save on nodes that may fail it is better than none.
+            nodes = live;
+        }
         let (n, k) = self.choose_code(nodes.len())?;
         nodes.truncate(MAX_RING);
-        let (lease, period) = catalogue.lease_grant().await?;
-        let mut bytes = [0; 12];
-        self.entropy.fill(&mut bytes);
-        let save = SaveId(bytes);
-        let begun = self.open_save(&*catalogue, &call, save, lease).await;
-        let generation = match begun {
-            Ok(generation) => generation,
-            Err(error) => {
-                catalogue.lease_revoke(lease).await?;
-                return Err(error);
-            }
-        };
+        let (granted, period) = catalogue.lease_grant().await?;
+        let begun = self.open_save(&*catalogue, &call, granted).await;
+        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
+            && let Err(error) = catalogue.lease_revoke(granted).await
+        {
+            tracing::info!(%error, "a lease that nobody has will end by itself");
+        }
+        let (generation, lease) = begun?;
         Ok(BeginAnswer {
-            save,
+            save: call.save,
             generation,
             lease,
             lease_ms: period.as_millis() as u64,
@@ -97,13 +100,17 @@ impl Node {
         })
     }
 
+    /// Opens the save under `lease`, or finds it open already, by the same call under a lease of its own.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
         call: &Begin,
-        save: SaveId,
         lease: LeaseId,
-    ) -> Result<Generation, Failure> {
+    ) -> Result<(Generation, LeaseId), Failure> {
+        let over = || {
+            let text = format!("save {} is over: save again", call.save);
+            failure(Kind::Fenced, text)
+        };
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read::<Checkpoint>(catalogue, &key).await?;
         loop {
@@ -111,6 +118,12 @@ impl Node {
                 current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
             let mut aborted = None;
             match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, lease }) if save == call.save => {
+                    return match catalogue.lease_touch(lease, true).await? {
+                        true => Ok((generation, lease)),
+                        false => Err(over()),
+                    };
+                }
                 Some(Writing::Open { lease: other, .. })
                     if catalogue.lease_touch(other, false).await? =>
                 {
@@ -133,6 +146,11 @@ impl Node {
             if checkpoint.committed.is_some() && !call.replace {
                 return Err(committed(&call.job, call.step));
             }
+            // A call that was under way for long: what has this id is not begun again, here or anywhere.
+            let gone = checkpoint.removing.iter().any(|removing| removing.save == call.save);
+            if gone || !catalogue.list(&roots_prefix(call.save), None, 1).await?.is_empty() {
+                return Err(over());
+            }
             if checkpoint.removing.len() >= MAX_REMOVING {
                 let text = format!(
                     "{}/{} waits for nodes to remove older saves: start the nodes that are down",
@@ -148,13 +166,13 @@ impl Node {
             let newest = seen.into_iter().flatten().max().unwrap_or_default();
             let generation = newest.next(catalogue.epoch());
             checkpoint.removing.extend(aborted.clone());
-            checkpoint.writing = Some(Writing::Open { save, generation, lease });
+            checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
             match write(catalogue, &key, revision, &checkpoint).await? {
                 Written::Set(_) => {
                     if let Some(entry) = aborted {
                         self.remove_later(call.job.clone(), call.step, entry);
                     }
-                    return Ok(generation);
+                    return Ok((generation, lease));
                 }
                 Written::Other(other) => current = other,
             }

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rapidraid::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
-use rapidraid::id::Step;
+use rapidraid::id::{SaveId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::pipeline::save::Source;
+use rapidraid::store::Disk;
 use rapidraid::wire::calls::{Abort, Commit, Keep, PutRecord, RecordName, Seal};
 use tokio::sync::Notify;
 
@@ -270,6 +271,78 @@ async fn without_a_spare_the_save_begins_anew_with_a_smaller_code() {
     world.boot(4);
     world.assert_swept(&client).await;
     world.assert_invariant(&client, 1).await;
+    world.assert_idle().await;
+}
+
+/// Puts the disk of a machine over the high-water mark of its node; records still have room.
+fn fill_disk(world: &World, index: usize) {
+    let disk = &world.machines[index].disk;
+    let used = disk.space().unwrap();
+    let used_bytes = used.total_bytes - used.free_bytes;
+    disk.create_new("full").unwrap().write_at(&[1; 9 << 20], 0).unwrap();
+    disk.set_capacity(used_bytes + (10 << 20));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_is_replaced_at_once() {
+    let world = World::start(6, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    fill_disk(&world, 2);
+    let began = tokio::time::Instant::now();
+    let bytes = content(2_000_000, 1);
+    save(&client, 1, &[("a", &bytes), ("b", &bytes)]).await;
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert_eq!(
+        world.files(|path| path.ends_with(".rep")).iter().find(|(node, _)| *node == 2),
+        None
+    );
+    world.assert_invariant(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_without_a_spare_does_not_count_for_the_code() {
+    let world = World::start(6, &[(6, 4), (4, 2)], 64 << 10).await;
+    let client = world.client();
+    fill_disk(&world, 2);
+    let bytes = content(900_000, 1);
+    let saved = save_once(&client, 1, &bytes, KEEP).await.unwrap();
+    assert_eq!((saved.n, saved.k), (4, 2));
+    assert_restores(&client, 1, &bytes).await;
+    world.assert_swept(&client).await;
+    // When no configured code does without it, it is tried all the same.
+    for index in [3, 4] {
+        fill_disk(&world, index);
+    }
+    let error = save_once(&client, 2, &bytes, KEEP).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert!(error.to_string().contains("high-water mark"), "{error}");
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_begin_that_comes_twice_opens_one_save() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, client) = (world.voice(Role::Client, "twice"), world.client());
+    let save = SaveId([9; 12]);
+    let begin = async |gateway, save, replace| {
+        voice.begin_as(&world.node_address(gateway), 1, save, replace).await
+    };
+    let (first, second) = tokio::join!(begin(1, save, false), begin(2, save, false));
+    let (first, second) = (first.unwrap(), second.unwrap());
+    assert_eq!((first.lease, first.generation), (second.lease, second.generation));
+    let other = begin(3, SaveId([8; 12]), true).await.unwrap_err();
+    assert_eq!(other.kind(), Kind::Exists, "{other}");
+    let abort = Abort { job: job(), step: Step(1), save };
+    voice.ask(&world.node_address(1), &abort).await.unwrap();
+    // One that was under way for long: its save is over, and so is one that somebody has committed.
+    let late = begin(1, save, false).await.unwrap_err();
+    assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    world.assert_swept(&client).await;
+    let saved = save_once(&client, 1, &content(300_000, 1), KEEP).await.unwrap();
+    let late = begin(1, saved.save, true).await.unwrap_err();
+    assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    assert_restores(&client, 1, &content(300_000, 1)).await;
     world.assert_idle().await;
 }
 

@@ -20,7 +20,7 @@ use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
     RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing,
 };
-use crate::id::{Generation, Job, LeaseId, NodeId, ShardId, Step};
+use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::pipeline::archive::shard_roots;
 use crate::topology::Directory;
@@ -204,21 +204,35 @@ impl Node {
                 format!("the root of shard {} does not fit together", root.name),
             ));
         }
+        let directory = self.directory().await?;
+        if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
+            let text = format!("node {node} of the ring of shard {} is not registered", root.name);
+            return Err(failure(Kind::Invalid, text));
+        }
         let catalogue = self.catalogue();
         let key = checkpoint_key(&root.job, root.step);
+        let not_open =
+            || failure(Kind::Fenced, format!("save {} is not open: save again", root.save));
         let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
         let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
             Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
-            _ => {
-                return Err(failure(
-                    Kind::Fenced,
-                    format!("save {} is not open: save again", root.save),
-                ));
-            }
+            _ => return Err(not_open()),
         };
         let fresh = ShardState::fresh(generation, geometry.stripes());
-        create(&*catalogue, &state_key(root.shard), &fresh).await?;
-        create(&*catalogue, &root_key(root.save, root.index), &root).await
+        let keys = [state_key(root.shard), root_key(root.save, root.index)];
+        create(&*catalogue, &keys[0], &fresh).await?;
+        create(&*catalogue, &keys[1], &root).await?;
+        // The save may have been aborted, and removed, before these were there to be removed with it.
+        let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
+        if checkpoint.is_some_and(|(checkpoint, _)| has_save(&checkpoint, root.save)) {
+            return Ok(());
+        }
+        for key in &keys {
+            if let Some(found) = catalogue.get(key).await? {
+                catalogue.set(key, Some(found.revision), None).await?;
+            }
+        }
+        Err(not_open())
     }
 
     /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
@@ -519,6 +533,16 @@ impl Node {
         }
         let _ = served.send.finish().await;
     }
+}
+
+/// Whether the step has the save, open, decided or committed.
+fn has_save(checkpoint: &Checkpoint, of: SaveId) -> bool {
+    let writing = match &checkpoint.writing {
+        Some(Writing::Open { save, .. }) => Some(*save),
+        Some(Writing::Decided { saved }) => Some(saved.save),
+        None => None,
+    };
+    writing == Some(of) || checkpoint.committed.as_ref().is_some_and(|saved| saved.save == of)
 }
 
 /// Makes a record; one that is there already must be the same.

@@ -37,7 +37,7 @@ impl Patience {
         // Half to whole: those who gave way to one another do not meet again at once.
         let mut random = [0; 1];
         self.entropy.fill(&mut random);
-        self.clock.sleep(self.wait * (128 + u32::from(random[0])) / 256).await;
+        self.clock.sleep(self.wait * (256 + u32::from(random[0])) / 512).await;
         self.wait = (self.wait * 2).min(MAX_WAIT);
         true
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rapidraid::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
-use rapidraid::id::{SaveId, Step};
+use rapidraid::id::{NodeId, SaveId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::pipeline::save::Source;
@@ -322,28 +322,46 @@ async fn a_full_disk_without_a_spare_does_not_count_for_the_code() {
 
 #[tokio::test(start_paused = true)]
 async fn a_begin_that_comes_twice_opens_one_save() {
-    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let mut world = World::start(5, &[(4, 2)], 64 << 10).await;
     let (voice, client) = (world.voice(Role::Client, "twice"), world.client());
+    let gateways = [1, 2, 3].map(|index| world.node_address(index));
     let save = SaveId([9; 12]);
-    let begin = async |gateway, save, replace| {
-        voice.begin_as(&world.node_address(gateway), 1, save, replace).await
+    let begin = async |gateway: usize, save, replace| {
+        voice.begin_as(&gateways[gateway], 1, save, replace).await
     };
-    let (first, second) = tokio::join!(begin(1, save, false), begin(2, save, false));
+    let (first, second) = tokio::join!(begin(0, save, false), begin(1, save, false));
     let (first, second) = (first.unwrap(), second.unwrap());
     assert_eq!((first.lease, first.generation), (second.lease, second.generation));
-    let other = begin(3, SaveId([8; 12]), true).await.unwrap_err();
+    let other = begin(2, SaveId([8; 12]), true).await.unwrap_err();
     assert_eq!(other.kind(), Kind::Exists, "{other}");
-    let abort = Abort { job: job(), step: Step(1), save };
-    voice.ask(&world.node_address(1), &abort).await.unwrap();
     // One that was under way for long: its save is over, and so is one that somebody has committed.
+    world.kill(5).await;
+    let abort = Abort { job: job(), step: Step(1), save };
+    voice.ask(&gateways[0], &abort).await.unwrap();
     let late = begin(1, save, false).await.unwrap_err();
     assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    world.boot(5);
     world.assert_swept(&client).await;
     let saved = save_once(&client, 1, &content(300_000, 1), KEEP).await.unwrap();
     let late = begin(1, saved.save, true).await.unwrap_err();
     assert_eq!(late.kind(), Kind::Fenced, "{late}");
     assert_restores(&client, 1, &content(300_000, 1)).await;
     world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ring_with_a_node_that_nobody_knows_is_not_sealed() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, gateway) = (world.voice(Role::Client, "sealer"), world.node_address(1));
+    let begun = voice.begin(&gateway, 1).await.unwrap();
+    let root = empty_root(&begun, 1, "weights");
+    let mut unknown = root.clone();
+    unknown.ring[1].node = NodeId(77);
+    let error = voice.ask(&gateway, &Seal { root: unknown }).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert!(error.to_string().contains("is not registered"), "{error}");
+    assert_eq!(world.catalogue_keys("s/"), Vec::<String>::new());
+    voice.ask(&gateway, &Seal { root }).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

@@ -6,8 +6,6 @@
 
 mod orders;
 mod replicas;
-
-pub(super) use replicas::blocks_at;
 mod shard;
 mod stripe;
 
@@ -114,6 +112,24 @@ pub enum ArchiveError {
         /// The block, from 1.
         block: u32,
     },
+    /// A block has no good replica on the nodes that answer, but others do not.
+    #[error(
+        "stripe {stripe}: no good replica of block {block} is on a node that answers, and {silent} do not; it waits until they are back"
+    )]
+    Away {
+        /// The stripe.
+        stripe: StripeId,
+        /// The block, from 1.
+        block: u32,
+        /// Who does not answer.
+        silent: String,
+    },
+    /// A node has no address.
+    #[error("node {node} is not registered: start its daemon")]
+    Unregistered {
+        /// The node.
+        node: NodeId,
+    },
     /// A plan is wrong: a defect.
     #[error("stripe {stripe}: the plan fails its check: {source}")]
     Plan {
@@ -147,7 +163,11 @@ impl ArchiveError {
             ArchiveError::Owned { .. } => Kind::Exists,
             ArchiveError::Fenced { .. } => Kind::Fenced,
             ArchiveError::NoCode { .. } => Kind::Invalid,
-            ArchiveError::NoSpare { .. } => Kind::Unavailable,
+            ArchiveError::NoSpare { .. }
+            | ArchiveError::Away { .. }
+            | ArchiveError::Unregistered { .. } => Kind::Unavailable,
+            // Whoever did not answer may have what was not found.
+            ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => Kind::Unavailable,
             ArchiveError::Stripe { kind, .. } => *kind,
             ArchiveError::Unproven { .. } => Kind::Corrupt,
             ArchiveError::BlockLost { .. } => Kind::Lost,
@@ -246,14 +266,17 @@ impl Coordinator {
         let tenure = Tenure::begin(self).await?;
         self.claim(job, step, options, &tenure).await?;
         let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
-        let waits = result.as_ref().is_err_and(|error| error.kind().is_transient());
-        if waits {
-            // The record stays: its lease ends by itself, and somebody tries again then.
-            return result;
+        let waits = match &result {
+            Ok(undropped) => *undropped > 0,
+            Err(error) => error.kind().is_transient(),
+        };
+        if !waits {
+            let ended = self.unclaim(job, step, &tenure).await;
+            result.and(ended)?;
+            return Ok(self.catalogue.lease_revoke(tenure.lease).await?);
         }
-        let ended = self.unclaim(job, step, &tenure).await;
-        result.and(ended)?;
-        Ok(self.catalogue.lease_revoke(tenure.lease).await?)
+        // The record stays: its lease ends by itself, and somebody tries again then.
+        result.map(drop)
     }
 
     /// Records the archiving, or takes over one whose coordinator is gone.
@@ -293,6 +316,7 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Answers with the number of stripes whose replicas are not all confirmed to be dropped.
     async fn archive_claimed(
         &self,
         job: &Job,
@@ -300,7 +324,7 @@ impl Coordinator {
         options: ArchiveOptions,
         events: &Events,
         lease: LeaseId,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<u64, ArchiveError> {
         let not_found = || ArchiveError::NotFound { job: job.clone(), step };
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed).ok_or_else(not_found)?;
@@ -335,7 +359,7 @@ impl Coordinator {
         }
         result?;
         let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
-        Ok(())
+        Ok(undropped)
     }
 
     async fn run_jobs(
@@ -355,6 +379,7 @@ impl Coordinator {
             })
             .buffer_unordered(parallel);
         let mut first_error = None;
+        let mut told = String::new();
         while let Some(result) = running.next().await {
             match result {
                 Ok(bytes) => {
@@ -363,7 +388,12 @@ impl Coordinator {
                 }
                 // Other stripes are independent: they are finished, and the first failure is reported.
                 Err(error) => {
-                    let _ = events.send(ArchiveEvent::Note(error.to_string())).await;
+                    // All stripes of a shard that is lost to us end in one way.
+                    let text = error.to_string();
+                    if text != told {
+                        let _ = events.send(ArchiveEvent::Note(text.clone())).await;
+                        told = text;
+                    }
                     first_error.get_or_insert(error);
                 }
             }

@@ -174,6 +174,7 @@ impl Client {
         let reading = Arc::new(Reading {
             caller: self.caller().clone(),
             workers: self.inner.workers.clone(),
+            entropy: self.inner.entropy.clone(),
             directory: self.directory().await?,
             incidents: Mutex::default(),
         });
@@ -275,9 +276,7 @@ impl Client {
                 .collect();
             total += slices.len();
             if !slices.is_empty() {
-                let leaves =
-                    records::leaves(&reading.caller, &reading.directory, &part.root).await?;
-                let leaves = &leaves;
+                let leaves = &self.leaves(reading, part).await?;
                 let mut plans = stream::iter(slices)
                     .map(|slice| async move {
                         let state = part.state.stripe(slice.stripe);
@@ -326,14 +325,29 @@ impl Client {
         stripe: u32,
         known: StripeState,
     ) -> Result<Option<StripeState>, ClientError> {
+        let shard = self.state(part).await?;
+        Ok(shard.and_then(|shard| shard.stripe(stripe)).filter(|state| *state != known))
+    }
+
+    /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
+    async fn leaves(&self, reading: &Reading, part: &Part) -> Result<Leaves, ClientError> {
+        match records::leaves(&reading.caller, &reading.directory, &part.root).await {
+            Err(error @ RecordsError::Lost { .. }) => {
+                self.state(part).await?;
+                Err(error.into())
+            }
+            leaves => Ok(leaves?),
+        }
+    }
+
+    /// The state of a shard, `None` when nobody says; it is an error that the shard is gone.
+    async fn state(&self, part: &Part) -> Result<Option<ShardState>, ClientError> {
         let Ok(shard) = self.ask(&GetState { shard: part.root.shard }).await else {
             return Ok(None);
         };
-        let shard = shard.filter(|shard| !shard.deleting).ok_or_else(|| ClientError::Removed {
-            job: part.root.job.clone(),
-            step: part.root.step,
-        })?;
-        Ok(shard.stripe(stripe).filter(|state| *state != known))
+        let shard = shard.filter(|shard| !shard.deleting);
+        let (job, step) = (&part.root.job, part.root.step);
+        shard.map(Some).ok_or_else(|| ClientError::Removed { job: job.clone(), step })
     }
 
     async fn plan_in_state(
@@ -371,7 +385,7 @@ impl Client {
         Ok(plan.await?)
     }
 
-    /// Reads a slice. What is gone because the stripe was archived meanwhile is read from its pieces.
+    /// Reads a slice. What is gone because the stripe was archived, or its replicas were dropped, meanwhile is read from its pieces.
     async fn read_slice(
         &self,
         reading: &Arc<Reading>,
@@ -379,15 +393,26 @@ impl Client {
         mut planned: Planned,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ClientError> {
+        let mut may_plan_again = true;
         loop {
             let Planned { slice, state, reader } = planned;
+            let is_archived = matches!(state, StripeState::Archived { .. });
+            let replicas_may_go = is_archived && !reader.decodes();
             let (grains, range) = (slice.grains.clone(), part.range.clone());
             let lost = match reader.read(&slice.blocks, grains, range, sink.clone()).await {
                 Err(error @ ReadError::Lost(_)) => error,
                 result => return Ok(result?),
             };
-            let state = self.next_state(part, slice.stripe, state).await?.ok_or(lost)?;
-            let leaves = records::leaves(&reading.caller, &reading.directory, &part.root).await?;
+            let state = match self.next_state(part, slice.stripe, state).await? {
+                Some(next) => next,
+                // The replicas were there when this was planned; their nodes say now what is left of them.
+                None if replicas_may_go && may_plan_again => {
+                    may_plan_again = false;
+                    state
+                }
+                None => return Err(lost.into()),
+            };
+            let leaves = self.leaves(reading, part).await?;
             planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
         }
     }

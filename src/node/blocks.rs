@@ -97,7 +97,8 @@ impl Node {
                 "the disk of node {} is over its high-water mark of {} %: archive or remove checkpoints, or add disk",
                 self.settings.name, self.settings.high_water_percent
             );
-            return Err(failure(Kind::Busy, text));
+            // Not busy: this will not pass while somebody waits, and another node takes the block.
+            return Err(failure(Kind::Unavailable, text));
         }
         Ok(())
     }

@@ -16,7 +16,7 @@ use rapidraid::clock::SystemClock;
 use rapidraid::config::{Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
-use rapidraid::net::memory::MemoryNetwork;
+use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
 use rapidraid::pipeline::workers::Workers;
@@ -167,6 +167,14 @@ impl World {
         }
     }
 
+    /// Kills the process of machine `index` and leaves its address to one that takes connections and never answers, until
+    /// what is given is dropped.
+    pub async fn silence(&mut self, index: usize) -> MemoryTransport {
+        self.kill(index).await;
+        let name = self.machines[index].name.clone();
+        self.network.join(Peer { role: Role::Node, name }, &address(index))
+    }
+
     pub async fn until_live(&self, count: usize) {
         let client = self.client();
         for _ in 0..200 {
@@ -194,6 +202,11 @@ impl World {
     /// A client, and the number in its address `clientN:0`.
     pub fn numbered_client(&self) -> (Client, u32) {
         self.connect((0..3).map(address).collect())
+    }
+
+    /// A client with these nodes as its seeds.
+    pub fn client_of_all(&self, seeds: &[usize]) -> Client {
+        self.connect(seeds.iter().map(|&index| address(index)).collect()).0
     }
 
     fn connect(&self, seeds: Vec<String>) -> (Client, u32) {

@@ -10,9 +10,11 @@ use futures_util::stream;
 use super::Node;
 use super::failure::failure;
 use super::marks::{TOMBSTONE, save_scope};
-use crate::catalogue::records::{Written, checkpoint_key, read, root_key, state_key, write};
-use crate::catalogue::{Catalogue, SetOutcome};
-use crate::format::records::{Checkpoint, Record, Removing, ShardRoot, ShardState, Tombstone};
+use crate::catalogue::records::{
+    Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
+};
+use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
+use crate::format::records::{Checkpoint, Record, Removing, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::address;
@@ -72,7 +74,7 @@ impl Node {
         }
         let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
         if swept.len() == nodes.len() {
-            self.forget(&*catalogue, job, step, entry, &roots).await?;
+            self.forget(&*catalogue, job, step, entry).await?;
         }
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
@@ -108,12 +110,16 @@ impl Node {
         job: &Job,
         step: Step,
         entry: &Removing,
-        roots: &[ShardRoot],
     ) -> Result<(), Failure> {
-        for root in roots {
-            for key in [state_key(root.shard), root_key(entry.save, root.index)] {
-                if let Some(found) = catalogue.get(&key).await? {
-                    catalogue.set(&key, Some(found.revision), None).await?;
+        // By prefix: a save that died while it was sealed has states without roots.
+        for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
+            let mut after: Option<String> = None;
+            loop {
+                let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
+                let Some((last, _)) = page.last() else { break };
+                after = Some(last.clone());
+                for (key, found) in &page {
+                    catalogue.set(key, Some(found.revision), None).await?;
                 }
             }
         }

@@ -101,13 +101,18 @@ impl World {
 
     /// Waits for what goes on in the background.
     pub async fn until(&self, what: &str, reached: impl Fn() -> bool) {
+        self.until_or(what, reached, String::new).await;
+    }
+
+    /// The same; `why` says what is missing.
+    pub async fn until_or(&self, what: &str, reached: impl Fn() -> bool, why: impl Fn() -> String) {
         for _ in 0..ROUNDS {
             if reached() {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        panic!("never came: {what}");
+        panic!("never came: {what} {}", why());
     }
 
     /// All memory is given back.

@@ -3,23 +3,28 @@
 //! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod ledger;
 pub mod look;
+pub mod power;
 pub mod raw;
+pub mod rest;
+pub mod runs;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use power::{Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
-use rapidraid::clock::SystemClock;
+use rapidraid::clock::Clock;
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
 use rapidraid::pipeline::workers::Workers;
-use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
@@ -33,6 +38,33 @@ pub struct Machine {
     pub disk: Arc<MemoryDisk>,
     index: Arc<MemoryKv>,
     catalogue: Option<Arc<MemoryKv>>,
+    pub power: Arc<Power>,
+}
+
+/// Tokio's time, and one date for all runs.
+struct WorldClock {
+    start: tokio::time::Instant,
+}
+
+impl WorldClock {
+    fn start() -> Arc<Self> {
+        Arc::new(Self { start: tokio::time::Instant::now() })
+    }
+}
+
+#[async_trait::async_trait]
+impl Clock for WorldClock {
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
+    }
+
+    fn wall_seconds(&self) -> u64 {
+        1_800_000_000
+    }
 }
 
 pub struct World {
@@ -43,6 +75,10 @@ pub struct World {
     pub memory_bytes: u64,
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
+    pub workers: Workers,
+    /// Of all that is random.
+    pub seed: u64,
+    boots: u64,
     clients: std::cell::Cell<u32>,
 }
 
@@ -63,13 +99,28 @@ impl World {
         block_bytes: u64,
         memory_bytes: u64,
     ) -> Self {
+        let mut world = Self::assemble(count, codes, block_bytes, memory_bytes);
+        world.power_on().await;
+        world
+    }
+
+    /// One that a single-threaded runtime with paused time plays the same way each time.
+    pub async fn simulated(count: usize, codes: &[(u8, u8)], block_bytes: u64, seed: u64) -> Self {
+        let mut world = Self::assemble(count, codes, block_bytes, 256 << 20);
+        (world.seed, world.workers) = (seed, Workers::inline());
+        world.power_on().await;
+        world
+    }
+
+    fn assemble(count: usize, codes: &[(u8, u8)], block_bytes: u64, memory_bytes: u64) -> Self {
         let machines = (0..=count).map(|index| Machine {
             name: format!("node{index:02}").parse().unwrap(),
             disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
             index: Arc::new(MemoryKv::new()),
             catalogue: (index == 0).then(|| Arc::new(MemoryKv::new())),
+            power: Arc::default(),
         });
-        let mut world = Self {
+        Self {
             network: MemoryNetwork::new(),
             machines: machines.collect(),
             nodes: BTreeMap::new(),
@@ -77,22 +128,34 @@ impl World {
             memory_bytes,
             codes: codes.to_vec(),
             lease: Duration::from_secs(10),
+            workers: Workers::new(4),
+            seed: 0,
+            boots: 0,
             clients: std::cell::Cell::new(0),
-        };
-        for index in 0..=count {
-            world.boot(index);
         }
-        world.until_live(count).await;
-        world
+    }
+
+    async fn power_on(&mut self) {
+        for index in 0..self.machines.len() {
+            self.boot(index);
+        }
+        self.until_live(self.machines.len() - 1).await;
     }
 
     /// Starts the daemon of machine `index` on what its disk holds.
     pub fn boot(&mut self, index: usize) {
         let machine = self.machines[index].clone();
-        let disk: Arc<dyn Disk> = machine.disk.clone();
+        let power = machine.power.clone();
+        power.turn(true);
+        let kv = |map: Arc<MemoryKv>| -> Arc<dyn Kv> {
+            Arc::new(PoweredKv { map, power: power.clone() })
+        };
+        let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power.clone());
+        machine.disk.set_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
         let (store, _) =
-            Store::open(disk, lock, machine.index.clone(), CLUSTER, &machine.name).unwrap();
+            Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name).unwrap();
+        self.boots += 1;
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
             cluster: CLUSTER,
@@ -110,11 +173,12 @@ impl World {
         };
         let parts = NodeParts {
             store,
-            catalogue_kv: machine.catalogue.clone().map(|kv| kv as _),
+            catalogue_kv: machine.catalogue.map(kv),
             transport: Arc::new(self.network.join(peer, &address(index))),
-            clock: SystemClock::new(),
-            entropy: Arc::new(SeededEntropy::new(index as u64 + 1)),
-            workers: Workers::new(4),
+            clock: WorldClock::start(),
+            // No boot repeats the numbers of another.
+            entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
+            workers: self.workers.clone(),
             segmentation_offload: false,
         };
         self.nodes.insert(index, Node::start(settings, parts).unwrap());
@@ -126,6 +190,20 @@ impl World {
         if let Some(node) = self.nodes.remove(&index) {
             node.stop().await;
         }
+    }
+
+    /// Cuts the power of machine `index`: its process is gone in the same moment.
+    pub fn cut_power(&self, index: usize) {
+        self.machines[index].power.turn(false);
+        self.network.kill(&address(index));
+    }
+
+    /// Gives machine `index` its power back; it boots on what its disk has left.
+    pub async fn restore_power(&mut self, index: usize, leaves: Leaves) {
+        self.kill(index).await;
+        let machine = &mut self.machines[index];
+        machine.disk = Arc::new(leaves.of(&machine.disk));
+        self.boot(index);
     }
 
     pub async fn until_live(&self, count: usize) {
@@ -157,15 +235,22 @@ impl World {
         self.connect((0..3).map(address).collect())
     }
 
-    fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
+    /// A client, and the number in its address, that asks these nodes.
+    pub fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
         let transport =
             self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
-        let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
+        let entropy = SeededEntropy::new(self.seed << 32 | (1 << 31) | u64::from(number));
         (
-            Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds),
+            Client::over(
+                Arc::new(transport),
+                WorldClock::start(),
+                Arc::new(entropy),
+                self.workers.clone(),
+                seeds,
+            ),
             number,
         )
     }

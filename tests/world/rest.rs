@@ -1,0 +1,90 @@
+//! A cluster that has come to rest: what is left half done goes on until nothing is left, and then everything is as the ledger has it.
+
+use std::collections::BTreeMap;
+
+use rapidraid::client::Client;
+use rapidraid::format::records::{Checkpoint, Record, Writing};
+use rapidraid::id::{SaveId, Step};
+use rapidraid::store::Kv;
+use rapidraid::wire::calls::PlanChoice;
+
+use super::ledger::Ledger;
+use super::look::files_below;
+use super::{World, job, options, restore};
+
+impl World {
+    /// What the catalogue has that somebody still has to finish.
+    pub fn unfinished(&self) -> Vec<String> {
+        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let mut left = self.catalogue_keys("a/");
+        for (key, value) in kv.scan(b"k/c/", None, 1000).unwrap() {
+            let checkpoint = Checkpoint::parse(&value[8..]).unwrap();
+            let key = String::from_utf8_lossy(&key).into_owned();
+            left.extend(checkpoint.writing.iter().map(|writing| match writing {
+                Writing::Open { save, .. } => format!("{key}: {save} is open"),
+                Writing::Decided { saved } => format!("{key}: {} is decided", saved.save),
+            }));
+            left.extend(checkpoint.removing.iter().map(|of| format!("{key}: {} goes", of.save)));
+        }
+        left
+    }
+
+    /// Waits until nothing is unfinished, and checks all that must hold then: each step is what the ledger allows, every committed
+    /// byte is there, and nothing else.
+    pub async fn assert_rest(&self, client: &Client, ledger: &mut Ledger) {
+        let at_rest = || self.unfinished().is_empty();
+        self.until_or("rest", at_rest, || format!("{:?}", self.unfinished())).await;
+        let listed = client.list(None).await.unwrap();
+        let saves: BTreeMap<u64, SaveId> =
+            listed.iter().map(|view| (view.step.0, view.saved.save)).collect();
+        for step in ledger.steps() {
+            let found = match saves.contains_key(&step) {
+                true => {
+                    self.assert_invariant(client, step).await;
+                    let (out, _) = restore(client, step)
+                        .await
+                        .unwrap_or_else(|error| panic!("step {step} at rest: {error}"));
+                    let version = ledger.version_of(step, &out);
+                    Some(version.unwrap_or_else(|| panic!("step {step} is no version of it")))
+                }
+                false => None,
+            };
+            ledger.settle(step, found);
+        }
+        self.assert_swept(client).await;
+        for (index, machine) in self.machines.iter().enumerate() {
+            assert_eq!(files_below(&*machine.disk, "tmp"), Vec::<String>::new(), "of node {index}");
+        }
+        self.assert_idle().await;
+    }
+
+    /// Archives what is committed, now that everybody is there, and checks that nothing but the pieces stays.
+    pub async fn assert_archivable(&self, client: &Client, ledger: &mut Ledger) {
+        let listed = client.list(None).await.unwrap();
+        for view in &listed {
+            let chain = options(PlanChoice::Chain);
+            let archived =
+                client.archive(&job(), Some(view.step), chain, &mut |_| ()).await.unwrap();
+            assert_eq!(archived.undropped, 0, "step {}: {:?}", view.step, archived.notes);
+            let held = self.assert_invariant(client, view.step.0).await;
+            assert_eq!((held.archived, held.replicas), (held.stripes, 0), "step {}", view.step);
+            let extra = self.files(|path| {
+                path.contains(&view.saved.save.to_string()) && path.ends_with(".rep")
+            });
+            assert_eq!(extra, [], "replicas of step {} after archiving", view.step);
+        }
+        self.assert_rest(client, ledger).await;
+        assert_eq!(client.list(None).await.unwrap().len(), listed.len());
+    }
+
+    /// A step of one shard, saved with everybody there.
+    pub async fn assert_saves(&self, client: &Client, ledger: &mut Ledger, step: u64) {
+        let shards = vec![("last".to_owned(), super::content(1000, step))];
+        let version = ledger.save(step, shards.clone());
+        let named: Vec<_> = shards.iter().map(|(name, bytes)| super::shard(name, bytes)).collect();
+        let saved =
+            client.save(&job(), Step(step), named, Default::default(), super::quiet()).await;
+        ledger.saved(step, version, false, &saved);
+        saved.unwrap();
+    }
+}

@@ -24,6 +24,8 @@ use crate::wire::calls::GetState;
 const PLANS_AT_ONCE: usize = 8;
 /// Stripes read at once: each holds up to k streams.
 const STRIPES_AT_ONCE: usize = 2;
+/// How often another way to read a stripe is looked for when the sources of the first have given out.
+const MAX_LOOKS: u32 = 3;
 
 /// What to restore, and where to.
 pub struct RestoreRequest {
@@ -176,6 +178,7 @@ impl Client {
             workers: self.inner.workers.clone(),
             directory: self.directory().await?,
             incidents: Mutex::default(),
+            rotten: Mutex::default(),
         });
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);
@@ -371,7 +374,8 @@ impl Client {
         Ok(plan.await?)
     }
 
-    /// Reads a slice. What is gone because the stripe was archived meanwhile is read from its pieces.
+    /// Reads a slice. When its sources give out, another way is looked for: the stripe may have been archived meanwhile, and the
+    /// first way may not have needed all that there is.
     async fn read_slice(
         &self,
         reading: &Arc<Reading>,
@@ -379,6 +383,7 @@ impl Client {
         mut planned: Planned,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ClientError> {
+        let mut looks = 0;
         loop {
             let Planned { slice, state, reader } = planned;
             let (grains, range) = (slice.grains.clone(), part.range.clone());
@@ -386,7 +391,12 @@ impl Client {
                 Err(error @ ReadError::Lost(_)) => error,
                 result => return Ok(result?),
             };
-            let state = self.next_state(part, slice.stripe, state).await?.ok_or(lost)?;
+            let state = match self.next_state(part, slice.stripe, state).await? {
+                Some(next) => next,
+                None if looks < MAX_LOOKS => state,
+                None => return Err(lost.into()),
+            };
+            looks += 1;
             let leaves = records::leaves(&reading.caller, &reading.directory, &part.root).await?;
             planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
         }

@@ -42,6 +42,8 @@ const PATIENT_LIMIT: Duration = Duration::from_secs(6);
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 /// The same for the answer to an open: a busy node may let a reader wait for memory.
 const OPEN_LIMIT: Duration = Duration::from_secs(12);
+/// Wrong files that one restore remembers; a cluster with more is past reading around them.
+const MAX_ROTTEN: usize = 65_536;
 /// Tries to open a file on a node that says it is busy, and the wait between them.
 const OPEN_TRIES: u32 = 5;
 const BUSY_WAIT: Duration = Duration::from_millis(500);
@@ -119,9 +121,16 @@ pub struct Reading {
     pub directory: Directory,
     /// What went wrong and was survived, for the report.
     pub incidents: Mutex<Vec<String>>,
+    /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
+    pub rotten: Mutex<BTreeSet<(StripeId, NodeId, FileName)>>,
 }
 
 impl Reading {
+    fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
+        let rotten = self.rotten.lock().unwrap_or_else(PoisonError::into_inner);
+        rotten.contains(&(stripe, node, file))
+    }
+
     fn note(&self, incident: String) {
         tracing::warn!("{incident}");
         let mut incidents = self.incidents.lock().unwrap_or_else(PoisonError::into_inner);
@@ -174,7 +183,10 @@ async fn inspect_all(
         let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
         let news = reading.directory.heard(node, answer.is_ok());
         match answer {
-            Ok(files) => Some((node, files)),
+            Ok(mut files) => {
+                files.retain(|view| !reading.is_rotten(stripe, node, view.file));
+                Some((node, files))
+            }
             Err(error) => {
                 if news {
                     reading.note(format!("{} is left out: {error}", to.name));
@@ -431,7 +443,15 @@ impl StripeReader {
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
-        if let Some(to) = self.reading.directory.address(holding.node).filter(|_| rotten) {
+        if !rotten {
+            return;
+        }
+        let mut known = self.reading.rotten.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() < MAX_ROTTEN {
+            known.insert((stripe, holding.node, holding.file));
+        }
+        drop(known);
+        if let Some(to) = self.reading.directory.address(holding.node) {
             // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
             let (caller, file) = (self.reading.caller.clone(), holding.file);
             tokio::spawn(async move {

@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use tokio::sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
+use super::Lag;
 use super::pipe::{MemoryRecv, MemorySend, Pipe};
 
 /// How many streams of each kind one side may have open at once, as over QUIC by default.
@@ -34,12 +35,13 @@ pub(super) struct Link {
     closure: Mutex<Option<Closure>>,
     /// Wakes in the order of waiting, so that one seed replays one run; a `watch` channel draws lots.
     closed: Notify,
+    lag: Option<Lag>,
 }
 
 impl Link {
     /// A link between the dialler's address and the listener's.
-    pub(super) fn new(addresses: [String; 2]) -> Arc<Self> {
-        Arc::new(Self { addresses, closure: Mutex::default(), closed: Notify::new() })
+    pub(super) fn new(addresses: [String; 2], lag: Option<Lag>) -> Arc<Self> {
+        Arc::new(Self { addresses, closure: Mutex::default(), closed: Notify::new(), lag })
     }
 
     pub(super) fn joins(&self, address: &str) -> bool {
@@ -96,6 +98,16 @@ impl Hold {
             Some(_) => (Some(closure.code), closure.reason),
         };
         Some(NetError::Closed { peer: self.peer.to_string(), code, reason })
+    }
+
+    /// Waits as long as what is sent now takes.
+    pub(super) async fn lag(&self) {
+        if let Some(Lag { clock, draw }) = &self.link.lag {
+            let lag = draw();
+            if !lag.is_zero() {
+                clock.sleep(lag).await;
+            }
+        }
     }
 
     /// Waits until the link is closed.

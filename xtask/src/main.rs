@@ -5,12 +5,15 @@
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
 mod recipe;
+mod soak;
 mod tally;
 
 use std::process::ExitCode;
 
 const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, doc tests, benches once, advisories
+cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
+cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
 cargo xtask help    this text
 
 The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
@@ -19,6 +22,13 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["test"] => recipe::test(),
+        ["soak", rest @ ..] => match soak::parse(rest) {
+            Ok(what) => soak::soak(&what),
+            Err(why) => {
+                eprintln!("{why}\n\n{HELP}");
+                ExitCode::from(2)
+            }
+        },
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS

@@ -22,7 +22,7 @@ fn cells(changes: &[u64]) -> Vec<Cell> {
     let mut cells = Vec::new();
     for (machine, &changes) in changes.iter().enumerate() {
         for after in 0..changes {
-            for leaves in [Leaves::Synced, Leaves::Torn(after), Leaves::All] {
+            for leaves in [Leaves::Synced, Leaves::Torn(after), Leaves::All, Leaves::Cache] {
                 for everywhere in [false, true] {
                     let number = cells.len();
                     cells.push(Cell { number, machine, after, leaves, everywhere });
@@ -44,5 +44,8 @@ fn nothing_is_lost_wherever_the_power_goes() {
         None => cells.step_by(stride).collect(),
     };
     eprintln!("{changes:?} changes of the machines, {} cells", cells.len());
-    play_all(&cells, |cell| play(run(Some(cell))).map(drop));
+    play_all(&cells, |cell| {
+        let replay = format!("RAPIDRAID_MATRIX_CELL={} cargo test --test syncs", cell.number);
+        play(run(Some(cell))).map(drop).map_err(|why| format!("{why}\n{replay}"))
+    });
 }

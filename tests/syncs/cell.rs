@@ -53,7 +53,8 @@ pub async fn run(cell: Option<Cell>) -> Vec<u64> {
         dark.notified().await;
         tokio::time::sleep(cell.away()).await;
         for victim in cell.victims() {
-            world.restore_power(victim, cell.leaves).await;
+            world.lose_unsynced(victim, cell.leaves).await;
+            world.boot(victim);
         }
     }
     play.await.unwrap();
@@ -61,10 +62,10 @@ pub async fn run(cell: Option<Cell>) -> Vec<u64> {
     if cell.is_some() {
         world.until_live(NODES).await;
     }
-    let mut ledger = ledger.lock().unwrap();
+    let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
     world.assert_rest(&client, &mut ledger).await;
     world.assert_saves(&client, &mut ledger, 9).await;
-    world.assert_archivable(&client, &mut ledger).await;
+    world.assert_archivable(&client, &mut ledger, false).await;
     before.iter().zip(&after).map(|(before, after)| after - before).collect()
 }
 

@@ -31,12 +31,20 @@ struct Entry {
     pending: BTreeSet<usize>,
     /// A removal that failed may happen yet.
     may_go: bool,
+    /// Versions that were reported to be archived.
+    archived: BTreeSet<usize>,
 }
 
 impl Default for Entry {
     fn default() -> Self {
         let settled = Possible::from([None]);
-        Self { versions: Vec::new(), settled, pending: BTreeSet::new(), may_go: false }
+        Self {
+            versions: Vec::new(),
+            settled,
+            pending: BTreeSet::new(),
+            may_go: false,
+            archived: BTreeSet::new(),
+        }
     }
 }
 
@@ -60,6 +68,27 @@ impl Ledger {
 
     pub fn possible(&mut self, step: u64) -> Possible {
         self.entry(step).possible()
+    }
+
+    /// The one version that the step can be.
+    pub fn certain(&mut self, step: u64) -> Option<usize> {
+        let possible = self.possible(step);
+        let mut possible = possible.into_iter();
+        possible.next().flatten().filter(|_| possible.next().is_none())
+    }
+
+    /// No save is under way, or may be.
+    pub fn is_quiet(&mut self, step: u64) -> bool {
+        self.entry(step).pending.is_empty()
+    }
+
+    /// All stripes of a version are archived, and their replicas dropped.
+    pub fn archived(&mut self, step: u64, version: usize) {
+        self.entry(step).archived.insert(version);
+    }
+
+    pub fn is_archived(&mut self, step: u64, version: usize) -> bool {
+        self.entry(step).archived.contains(&version)
     }
 
     /// How many versions of a step there are.

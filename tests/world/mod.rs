@@ -12,6 +12,7 @@ pub mod runs;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -29,7 +30,7 @@ use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
 pub const CLUSTER: ClusterId = ClusterId([7; 16]);
-const DISK_BYTES: u64 = 4 << 30;
+pub const DISK_BYTES: u64 = 4 << 30;
 
 /// One node's machine: what survives when its process is killed.
 #[derive(Clone)]
@@ -78,6 +79,7 @@ pub struct World {
     pub workers: Workers,
     /// Of all that is random.
     pub seed: u64,
+    lag_ms: Arc<AtomicU64>,
     boots: u64,
     clients: std::cell::Cell<u32>,
 }
@@ -108,8 +110,16 @@ impl World {
     pub async fn simulated(count: usize, codes: &[(u8, u8)], block_bytes: u64, seed: u64) -> Self {
         let mut world = Self::assemble(count, codes, block_bytes, 256 << 20);
         (world.seed, world.workers) = (seed, Workers::inline());
+        let (coin, max) = (SeededEntropy::new(seed << 32 | (1 << 30)), world.lag_ms.clone());
+        let draw = move || Duration::from_millis(coin.below(max.load(Ordering::Relaxed) + 1));
+        world.network.set_lag(WorldClock::start(), draw);
         world.power_on().await;
         world
+    }
+
+    /// From now on what is sent takes up to `max_ms`, other than before for each chunk; also on connections that are there.
+    pub fn set_lag(&self, max_ms: u64) {
+        self.lag_ms.store(max_ms, Ordering::Relaxed);
     }
 
     fn assemble(count: usize, codes: &[(u8, u8)], block_bytes: u64, memory_bytes: u64) -> Self {
@@ -130,6 +140,7 @@ impl World {
             lease: Duration::from_secs(10),
             workers: Workers::new(4),
             seed: 0,
+            lag_ms: Arc::default(),
             boots: 0,
             clients: std::cell::Cell::new(0),
         }
@@ -144,6 +155,11 @@ impl World {
 
     /// Starts the daemon of machine `index` on what its disk holds.
     pub fn boot(&mut self, index: usize) {
+        self.try_boot(index).unwrap();
+    }
+
+    /// The same where it may fail: the power may go while it boots.
+    pub fn try_boot(&mut self, index: usize) -> Result<(), Box<dyn std::error::Error>> {
         let machine = self.machines[index].clone();
         let power = machine.power.clone();
         power.turn(true);
@@ -153,8 +169,7 @@ impl World {
         let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power.clone());
         machine.disk.set_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
-        let (store, _) =
-            Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name).unwrap();
+        let (store, _) = Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name)?;
         self.boots += 1;
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
@@ -181,7 +196,8 @@ impl World {
             workers: self.workers.clone(),
             segmentation_offload: false,
         };
-        self.nodes.insert(index, Node::start(settings, parts).unwrap());
+        self.nodes.insert(index, Node::start(settings, parts)?);
+        Ok(())
     }
 
     /// Kills the process of machine `index`: connections break, nothing is said.
@@ -198,12 +214,11 @@ impl World {
         self.network.kill(&address(index));
     }
 
-    /// Gives machine `index` its power back; it boots on what its disk has left.
-    pub async fn restore_power(&mut self, index: usize, leaves: Leaves) {
+    /// Gives machine `index` the disk that a power cut left.
+    pub async fn lose_unsynced(&mut self, index: usize, leaves: Leaves) {
         self.kill(index).await;
         let machine = &mut self.machines[index];
-        machine.disk = Arc::new(leaves.of(&machine.disk));
-        self.boot(index);
+        machine.disk = leaves.of(&machine.disk);
     }
 
     pub async fn until_live(&self, count: usize) {

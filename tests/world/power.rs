@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rapidraid::store::kv::{Batch, Pair};
 use rapidraid::store::{Kv, KvError, MemoryDisk, MemoryKv};
 
-/// What becomes of a disk whose power was cut.
+/// What becomes of the disk of a machine that stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leaves {
     /// Nothing that was not synced.
@@ -16,14 +16,17 @@ pub enum Leaves {
     Torn(u64),
     /// Everything: the medium had caught up.
     All,
+    /// Everything, and still not synced: it was the process that died.
+    Cache,
 }
 
 impl Leaves {
-    pub fn of(self, disk: &MemoryDisk) -> MemoryDisk {
+    pub fn of(self, disk: &Arc<MemoryDisk>) -> Arc<MemoryDisk> {
         match self {
-            Leaves::Synced => disk.crash(),
-            Leaves::Torn(seed) => disk.crash_torn(seed),
-            Leaves::All => disk.crash_late(),
+            Leaves::Synced => Arc::new(disk.crash()),
+            Leaves::Torn(seed) => Arc::new(disk.crash_torn(seed)),
+            Leaves::All => Arc::new(disk.crash_late()),
+            Leaves::Cache => disk.clone(),
         }
     }
 }
@@ -56,6 +59,11 @@ impl Power {
     pub fn cut_after(&self, changes: u64, cut: impl FnOnce() + Send + 'static) {
         let mut state = self.state();
         state.cut = Some((state.changes + changes, Box::new(cut)));
+    }
+
+    /// Forgets a cut that has not come.
+    pub fn calm(&self) {
+        self.state().cut = None;
     }
 
     pub fn turn(&self, on: bool) {

@@ -216,7 +216,10 @@ impl Catalogue for LocalCatalogue {
         self.refuse_if_read_only()?;
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.clock.now();
-        leases.retain(|_, until| *until > now);
+        // Until one period has passed a lease that is not here counts as alive: one that was revoked stays known.
+        if now >= self.started + self.lease {
+            leases.retain(|_, until| *until > now);
+        }
         if leases.len() >= MAX_LEASES {
             let message = format!("{MAX_LEASES} saves and archivings are under way: try later");
             return Err(CatalogueError::Refused { kind: Kind::Busy, message });
@@ -387,5 +390,11 @@ mod tests {
         let (revoked, _) = again.lease_grant().await.unwrap();
         again.lease_revoke(revoked).await.unwrap();
         assert!(!again.lease_touch(revoked, false).await.unwrap());
+        // Right after a start, when those that nobody knows count as alive, it is not forgotten either.
+        let third = open(&kv).unwrap();
+        let older = LeaseId([9; 16]);
+        third.lease_revoke(older).await.unwrap();
+        third.lease_grant().await.unwrap();
+        assert!(!third.lease_touch(older, false).await.unwrap());
     }
 }

@@ -46,6 +46,11 @@ pub fn state_key(shard: ShardId) -> String {
     format!("t/{shard}")
 }
 
+/// Prefix of the shard states of a save: a shard's id begins with its save's.
+pub fn states_prefix(save: SaveId) -> String {
+    format!("t/{save}")
+}
+
 /// Prefix of the archivings under way.
 pub const ARCHIVINGS: &str = "a/";
 

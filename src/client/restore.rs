@@ -24,6 +24,8 @@ use crate::wire::calls::GetState;
 const PLANS_AT_ONCE: usize = 8;
 /// Stripes read at once: each holds up to k streams.
 const STRIPES_AT_ONCE: usize = 2;
+/// How often another way to read a stripe is looked for when the sources of the first have given out.
+const MAX_LOOKS: u32 = 3;
 
 /// What to restore, and where to.
 pub struct RestoreRequest {
@@ -177,6 +179,7 @@ impl Client {
             entropy: self.inner.entropy.clone(),
             directory: self.directory().await?,
             incidents: Mutex::default(),
+            rotten: Mutex::default(),
         });
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);
@@ -385,7 +388,8 @@ impl Client {
         Ok(plan.await?)
     }
 
-    /// Reads a slice. What is gone because the stripe was archived, or its replicas were dropped, meanwhile is read from its pieces.
+    /// Reads a slice. When its sources give out, another way is looked for: the stripe may have been archived meanwhile, and the
+    /// first way may not have needed all that there is.
     async fn read_slice(
         &self,
         reading: &Arc<Reading>,
@@ -393,11 +397,9 @@ impl Client {
         mut planned: Planned,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ClientError> {
-        let mut may_plan_again = true;
+        let mut looks = 0;
         loop {
             let Planned { slice, state, reader } = planned;
-            let is_archived = matches!(state, StripeState::Archived { .. });
-            let replicas_may_go = is_archived && !reader.decodes();
             let (grains, range) = (slice.grains.clone(), part.range.clone());
             let lost = match reader.read(&slice.blocks, grains, range, sink.clone()).await {
                 Err(error @ ReadError::Lost(_)) => error,
@@ -405,13 +407,10 @@ impl Client {
             };
             let state = match self.next_state(part, slice.stripe, state).await? {
                 Some(next) => next,
-                // The replicas were there when this was planned; their nodes say now what is left of them.
-                None if replicas_may_go && may_plan_again => {
-                    may_plan_again = false;
-                    state
-                }
+                None if looks < MAX_LOOKS => state,
                 None => return Err(lost.into()),
             };
+            looks += 1;
             let leaves = self.leaves(reading, part).await?;
             planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
         }

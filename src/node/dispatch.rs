@@ -75,6 +75,12 @@ impl Node {
         let slots = Arc::new(Semaphore::new(CALLS_AT_ONCE));
         loop {
             tokio::select! {
+                biased;
+                stream = connection.accept_uni() => {
+                    let Ok(stream) = stream else { break };
+                    let (node, peer) = (self.clone(), peer.clone());
+                    self.spawn(|_| async move { node.stream(&peer, stream).await });
+                }
                 stream = connection.accept_bi() => {
                     let Ok((send, recv)) = stream else { break };
                     let Ok(slot) = slots.clone().acquire_owned().await else { break };
@@ -82,16 +88,12 @@ impl Node {
                     self.spawn(|_| async move {
                         let served = Served { peer, send, recv: FramedRecv::new(recv) };
                         tokio::select! {
-                            () = node.call(served) => {}
+                            biased;
                             () = connection.closed() => {}
+                            () = node.call(served) => {}
                         }
                         drop(slot);
                     });
-                }
-                stream = connection.accept_uni() => {
-                    let Ok(stream) = stream else { break };
-                    let (node, peer) = (self.clone(), peer.clone());
-                    self.spawn(|_| async move { node.stream(&peer, stream).await });
                 }
             }
         }
@@ -201,6 +203,7 @@ impl Node {
         let work = work(call);
         tokio::pin!(work);
         let answer = tokio::select! {
+            biased;
             answer = &mut work => answer,
             // A clean end says only that the request is complete; a reset says that nobody waits any more.
             ended = served.recv.at_end() => match ended {

@@ -524,6 +524,7 @@ impl Node {
         let work = self.tasks.spawn(async move {
             let archive = coordinator.archive(&call.job, call.step, call.options, &events);
             let result = tokio::select! {
+                biased;
                 () = stop.cancelled() => Err(stopping()),
                 result = archive => result.map_err(Failure::from),
             };

@@ -250,6 +250,7 @@ impl Node {
         let work = work(self.clone());
         self.tasks.spawn(async move {
             tokio::select! {
+                biased;
                 () = stop.cancelled() => {}
                 () = work => {}
             }

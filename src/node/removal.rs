@@ -12,9 +12,11 @@ use super::Node;
 use super::failure::failure;
 use super::hosting::tolerated;
 use super::marks::{TOMBSTONE, save_scope};
-use crate::catalogue::records::{Written, checkpoint_key, read, root_key, state_key, write};
-use crate::catalogue::{Catalogue, SetOutcome};
-use crate::format::records::{Checkpoint, Record, Removing, ShardRoot, ShardState, Tombstone};
+use crate::catalogue::records::{
+    Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
+};
+use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
+use crate::format::records::{Checkpoint, Record, Removing, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::address;
@@ -51,10 +53,10 @@ impl Node {
         entry: &Removing,
     ) -> Result<Removed, Failure> {
         let what = format!("{job}/{step}");
-        let (answer, roots) = self.bury(&what, entry, usize::MAX).await?;
+        let answer = self.bury(&what, entry, usize::MAX).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
-            self.forget(&*self.catalogue(), job, step, entry, &roots).await?;
+            self.forget(&*self.catalogue(), job, step, entry).await?;
         }
         Ok(Removed { answer, is_complete })
     }
@@ -63,17 +65,17 @@ impl Node {
     pub(super) async fn removal_of_orphan(&self, entry: &Removing) -> Result<bool, Failure> {
         // Its roots are not known: tombstones must be where a later rebuild finds one.
         let tolerated = tolerated(self.settings.codes.iter().copied());
-        let (answer, _) = self.bury(&format!("save {}", entry.save), entry, tolerated).await?;
+        let answer = self.bury(&format!("save {}", entry.save), entry, tolerated).await?;
         Ok(answer.waiting.is_empty())
     }
 
-    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for, and the shards' roots.
+    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
     async fn bury(
         &self,
         what: &str,
         entry: &Removing,
         tolerated_without_roots: usize,
-    ) -> Result<(RemoveAnswer, Vec<ShardRoot>), Failure> {
+    ) -> Result<RemoveAnswer, Failure> {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
@@ -109,8 +111,7 @@ impl Node {
             return Err(failure(Kind::Unavailable, text));
         }
         let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
-        let answer = RemoveAnswer { confirmed: swept.len() as u32, waiting: without(&swept) };
-        Ok((answer, roots))
+        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting: without(&swept) })
     }
 
     /// Those of `nodes` that did as `call` says.
@@ -144,12 +145,16 @@ impl Node {
         job: &Job,
         step: Step,
         entry: &Removing,
-        roots: &[ShardRoot],
     ) -> Result<(), Failure> {
-        for root in roots {
-            for key in [state_key(root.shard), root_key(entry.save, root.index)] {
-                if let Some(found) = catalogue.get(&key).await? {
-                    catalogue.set(&key, Some(found.revision), None).await?;
+        // By prefix: a save that died while it was sealed has states without roots.
+        for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
+            let mut after: Option<String> = None;
+            loop {
+                let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
+                let Some((last, _)) = page.last() else { break };
+                after = Some(last.clone());
+                for (key, found) in &page {
+                    catalogue.set(key, Some(found.revision), None).await?;
                 }
             }
         }

@@ -3,7 +3,7 @@
 //! Memory: one grain of each input and output, plus the streams' windows; reserved before the hop begins
 //! ([`hop_bytes`]). While grain g is sent on, grain g+1 is received; a hop waits only for its neighbours.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -110,9 +110,9 @@ pub fn hop_bytes(hop: &HopOrder) -> u64 {
 }
 
 /// Local blocks that a hop reads; `None` is a block past the shard's end, all zero.
-pub type Blocks = HashMap<Input, Option<Arc<StoredFile>>>;
+pub type Blocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
 /// Pieces that a node writes, shared by its hops.
-pub type Pieces = HashMap<u8, PieceSlot>;
+pub type Pieces = BTreeMap<u8, PieceSlot>;
 
 /// A piece while it is written, with the fingerprints of what was read back so far.
 pub struct PieceSlot(Mutex<(Option<PieceWriter>, Vec<Fingerprint>)>);
@@ -196,9 +196,9 @@ pub struct Shared {
 #[derive(Default)]
 pub struct Streams {
     /// Incoming.
-    pub incoming: HashMap<StreamNo, FramedRecv>,
+    pub incoming: BTreeMap<StreamNo, FramedRecv>,
     /// Outgoing.
-    pub outgoing: HashMap<StreamNo, Box<dyn SendStream>>,
+    pub outgoing: BTreeMap<StreamNo, Box<dyn SendStream>>,
 }
 
 /// The part of a hop that needs no network: one grain in, one grain out.

@@ -25,6 +25,7 @@ use super::records::StripeInfo;
 use super::workers::{WorkerDied, Workers};
 use crate::code::{Code, CodeError, Program, reconstruct};
 use crate::entropy::Entropy;
+use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::{Attempt, NodeId, StripeId};
@@ -40,6 +41,8 @@ use crate::wire::calls::{FileView, Inspect, Suspect};
 const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 const PATIENT_LIMIT: Duration = Duration::from_secs(6);
+/// Wrong files that one restore remembers; a cluster with more is past reading around them.
+const MAX_ROTTEN: usize = 65_536;
 
 /// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
@@ -129,11 +132,18 @@ pub struct Reading {
     pub directory: Directory,
     /// What went wrong and was survived, for the report.
     pub incidents: Mutex<Vec<String>>,
+    /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
+    pub rotten: Mutex<BTreeSet<(StripeId, NodeId, FileName)>>,
 }
 
 impl Reading {
     fn patience(&self) -> Patience {
         Patience::new(self.caller.clock().clone(), self.entropy.clone())
+    }
+
+    fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
+        let rotten = self.rotten.lock().unwrap_or_else(PoisonError::into_inner);
+        rotten.contains(&(stripe, node, file))
     }
 
     fn note(&self, incident: String) {
@@ -165,7 +175,10 @@ async fn inspect_all(
         let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
         let news = reading.directory.heard(node, answer.is_ok());
         match answer {
-            Ok(files) => Some((node, files)),
+            Ok(mut files) => {
+                files.retain(|view| !reading.is_rotten(stripe, node, view.file));
+                Some((node, files))
+            }
             Err(error) => {
                 if news {
                     reading.note(format!("{} is left out: {error}", to.name));
@@ -456,7 +469,15 @@ impl StripeReader {
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
-        if let Some(to) = self.reading.directory.address(holding.node).filter(|_| rotten) {
+        if !rotten {
+            return;
+        }
+        let mut known = self.reading.rotten.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() < MAX_ROTTEN {
+            known.insert((stripe, holding.node, holding.file));
+        }
+        drop(known);
+        if let Some(to) = self.reading.directory.address(holding.node) {
             // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
             let (caller, file) = (self.reading.caller.clone(), holding.file);
             tokio::spawn(async move {

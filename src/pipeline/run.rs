@@ -3,7 +3,7 @@
 //! An admitted part holds its whole working set; it gives it back when it ends, is released, or when nobody has run it for
 //! [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -116,14 +116,14 @@ struct Admitted {
     order: Order,
     code: Code,
     admitted_at: Duration,
-    waiting: HashMap<StreamNo, oneshot::Receiver<FramedRecv>>,
+    waiting: BTreeMap<StreamNo, oneshot::Receiver<FramedRecv>>,
     memory: Reservation,
 }
 
 #[derive(Default)]
 struct Table {
-    admitted: HashMap<[u8; 16], Admitted>,
-    arriving: HashMap<([u8; 16], StreamNo), oneshot::Sender<FramedRecv>>,
+    admitted: BTreeMap<[u8; 16], Admitted>,
+    arriving: BTreeMap<([u8; 16], StreamNo), oneshot::Sender<FramedRecv>>,
 }
 
 /// The parts that a node has admitted or runs.
@@ -266,7 +266,7 @@ impl Runs {
         if table.admitted.len() >= MAX_RUNS || table.admitted.contains_key(&order.run) {
             return Err(RunError::Busy { needed_bytes });
         }
-        let mut waiting = HashMap::new();
+        let mut waiting = BTreeMap::new();
         for stream in
             order.hops.iter().flat_map(|hop| &hop.inputs).filter_map(|i| stream_in(i.input))
         {
@@ -349,8 +349,9 @@ impl Runs {
             }
         });
         let hops = tokio::select! {
-            hops = try_join_all(hops) => hops?,
+            biased;
             () = given_up.cancelled() => return Err(RunError::GivenUp),
+            hops = try_join_all(hops) => hops?,
         };
         let proofs = self.prove(&order, shared).await?;
         drop(memory);
@@ -361,7 +362,7 @@ impl Runs {
     async fn open(&self, order: &Order, code: Code) -> Result<Shared, RunError> {
         let (store, order) = (self.store.clone(), order.clone());
         let work = move || -> Result<Shared, RunError> {
-            let mut blocks = HashMap::new();
+            let mut blocks = BTreeMap::new();
             for input in order.hops.iter().flat_map(|hop| &hop.inputs) {
                 if let Input::Block(block) = input.input {
                     let empty = order.cut.block_len(block) == 0;
@@ -370,7 +371,7 @@ impl Runs {
                     blocks.insert(input.input, file);
                 }
             }
-            let mut pieces = HashMap::new();
+            let mut pieces = BTreeMap::new();
             for piece in pieces_of(&order) {
                 let writer = store.write_piece(PieceSpec {
                     stripe: order.stripe,

@@ -23,7 +23,7 @@ pub const MAX_HOP_EDGES: usize = 64;
 pub type StreamNo = u16;
 
 /// What a hop reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Input {
     /// A local replica of this block (from 0).
     Block(u8),

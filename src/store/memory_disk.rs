@@ -63,9 +63,13 @@ struct Faults {
     spoil_sync_at: Option<u64>,
 }
 
+/// Asked before each call, and told whether it changes anything; `false` refuses the call.
+type Guard = Arc<dyn Fn(bool) -> bool + Send + Sync>;
+
 struct Shared {
     root: Arc<Mutex<DirState>>,
     faults: Mutex<Faults>,
+    guard: Mutex<Option<Guard>>,
     locks: Mutex<HashMap<String, Weak<()>>>,
     capacity_bytes: AtomicU64,
     used: Arc<AtomicU64>,
@@ -107,6 +111,7 @@ impl MemoryDisk {
         let shared = Shared {
             root,
             faults: Mutex::default(),
+            guard: Mutex::default(),
             locks: Mutex::default(),
             capacity_bytes: AtomicU64::new(capacity_bytes),
             used,
@@ -116,18 +121,23 @@ impl MemoryDisk {
 
     /// The disk as a power cut would leave it now: nothing that was not synced. No faults, no locks.
     pub fn crash(&self) -> Self {
-        self.image(None)
+        self.image(Left::Synced)
+    }
+
+    /// The disk after a power cut before which the medium had caught up with everything.
+    pub fn crash_late(&self) -> Self {
+        self.image(Left::All)
     }
 
     /// The disk after a power cut that caught the medium at work: of what was not synced, each name and each
     /// sector is there or not, as `seed` has it.
     pub fn crash_torn(&self, seed: u64) -> Self {
-        self.image(Some(&SeededEntropy::new(seed)))
+        self.image(Left::Torn(&SeededEntropy::new(seed)))
     }
 
-    fn image(&self, coin: Option<&SeededEntropy>) -> Self {
+    fn image(&self, left: Left<'_>) -> Self {
         let used = Arc::default();
-        let root = image_of_dir(&self.shared.root, coin, &used);
+        let root = image_of_dir(&self.shared.root, left, &used);
         Self::with(root, self.shared.capacity_bytes.load(Ordering::Relaxed), used)
     }
 
@@ -155,6 +165,11 @@ impl MemoryDisk {
     pub fn spoil_sync_after(&self, syncs: u64) {
         let mut faults = hold(&self.shared.faults);
         faults.spoil_sync_at = Some(faults.syncs + syncs);
+    }
+
+    /// From now on `guard` is asked before each call (`true`: the call changes something) and may refuse it.
+    pub fn set_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
+        *hold(&self.shared.guard) = Some(Arc::new(guard));
     }
 
     /// How many operations and how many syncs there were.
@@ -215,6 +230,10 @@ impl MemoryDisk {
 
     /// Counts an operation and applies the faults.
     fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
+        let guard = hold(&self.shared.guard).clone();
+        if guard.is_some_and(|guard| !guard(effect != Effect::Read)) {
+            return Err(wrong(path, "the disk is off"));
+        }
         let mut faults = hold(&self.shared.faults);
         let number = faults.operations;
         if faults.stop_at.is_some_and(|stop| number >= stop) {
@@ -281,15 +300,29 @@ fn wrong(path: &str, why: &'static str) -> DiskError {
     DiskError::Io { op: "use", path: path.to_owned(), source: io::Error::other(why) }
 }
 
+/// What a power cut leaves.
+#[derive(Clone, Copy)]
+enum Left<'a> {
+    /// What was synced.
+    Synced,
+    /// That, and of the rest what the coin says.
+    Torn(&'a SeededEntropy),
+    /// All that was seen.
+    All,
+}
+
 /// What a power cut leaves of a folder and all below it.
 fn image_of_dir(
     dir: &Mutex<DirState>,
-    coin: Option<&SeededEntropy>,
+    left: Left<'_>,
     used: &Arc<AtomicU64>,
 ) -> Arc<Mutex<DirState>> {
     let dir = hold(dir);
-    let mut kept = dir.durable.clone();
-    if let Some(coin) = coin {
+    let mut kept = match left {
+        Left::All => dir.seen.clone(),
+        Left::Synced | Left::Torn(_) => dir.durable.clone(),
+    };
+    if let Left::Torn(coin) = left {
         let names: BTreeSet<&String> = dir.seen.keys().chain(dir.durable.keys()).collect();
         for name in names {
             let (seen, durable) = (dir.seen.get(name), dir.durable.get(name));
@@ -302,10 +335,14 @@ fn image_of_dir(
         }
     }
     let image = |node: &Node| match node {
-        Node::Dir(dir) => Node::Dir(image_of_dir(dir, coin, used)),
+        Node::Dir(dir) => Node::Dir(image_of_dir(dir, left, used)),
         Node::File(file) => {
             let state = hold(&file.state);
-            let contents = coin.map_or_else(|| state.durable.clone(), |coin| state.torn(coin));
+            let contents = match left {
+                Left::Synced => state.durable.clone(),
+                Left::Torn(coin) => state.torn(coin),
+                Left::All => state.seen.clone(),
+            };
             used.fetch_add(contents.len, Ordering::Relaxed);
             let state = Mutex::new(FileState::synced(contents));
             Node::File(Arc::new(FileNode { state, used: used.clone() }))
@@ -539,6 +576,7 @@ mod tests {
         disk.sync_dir("").unwrap();
         file.write_at(b"two!", 0).unwrap();
         assert_eq!(read(&disk.crash(), "f").unwrap(), b"one");
+        assert_eq!(read(&disk.crash_late(), "f").unwrap(), b"two!");
         assert_eq!(read(&disk, "f").unwrap(), b"two!");
 
         disk.create_dir("d").unwrap();
@@ -608,7 +646,11 @@ mod tests {
         disk.truncate("g", 2).unwrap();
         assert!(disk.flip_bit("g", 16).is_err());
 
+        disk.set_guard(|changes| !changes);
+        assert!(disk.open("g").is_ok() && disk.create_new("h").is_err());
+        disk.set_guard(|_| true);
+        disk.create_new("h").unwrap();
         disk.stop_after(0);
-        assert!(disk.open("g").is_err() && disk.create_new("h").is_err());
+        assert!(disk.open("g").is_err() && disk.create_new("i").is_err());
     }
 }

@@ -79,7 +79,7 @@ impl World {
     }
 
     /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
-    fn map(&self) -> Arc<MemoryKv> {
+    pub fn map(&self) -> Arc<MemoryKv> {
         let serves = |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves());
         let home = (0..self.machines.len()).find(serves).unwrap_or(0);
         self.machines[home].catalogue.get().unwrap()
@@ -108,13 +108,18 @@ impl World {
 
     /// Waits for what goes on in the background.
     pub async fn until(&self, what: &str, reached: impl Fn() -> bool) {
+        self.until_or(what, reached, String::new).await;
+    }
+
+    /// The same; `why` says what is missing.
+    pub async fn until_or(&self, what: &str, reached: impl Fn() -> bool, why: impl Fn() -> String) {
         for _ in 0..ROUNDS {
             if reached() {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        panic!("never came: {what}");
+        panic!("never came: {what} {}", why());
     }
 
     /// All memory is given back.

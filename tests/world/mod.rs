@@ -3,16 +3,22 @@
 //! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod ledger;
 pub mod look;
+pub mod power;
 pub mod raw;
+pub mod rest;
+pub mod runs;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use power::{Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
-use rapidraid::clock::SystemClock;
+use rapidraid::clock::Clock;
 use rapidraid::config::{Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
@@ -25,7 +31,7 @@ use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
 pub const CLUSTER: ClusterId = ClusterId([7; 16]);
-const DISK_BYTES: u64 = 4 << 30;
+pub const DISK_BYTES: u64 = 4 << 30;
 
 /// One node's machine: what survives when its process is killed.
 #[derive(Clone)]
@@ -34,6 +40,7 @@ pub struct Machine {
     pub disk: Arc<MemoryDisk>,
     index: Arc<MemoryKv>,
     pub catalogue: Arc<MapSlot>,
+    pub power: Arc<Power>,
 }
 
 /// Where a machine keeps its catalogue's map.
@@ -52,17 +59,52 @@ impl MapSlot {
 }
 
 /// Gives the daemon of a machine its map.
-struct SlotMaps(Arc<MapSlot>);
+struct SlotMaps {
+    slot: Arc<MapSlot>,
+    power: Arc<Power>,
+}
+
+impl SlotMaps {
+    fn powered(&self, map: Arc<MemoryKv>) -> Arc<dyn Kv> {
+        Arc::new(PoweredKv { map, power: self.power.clone() })
+    }
+}
 
 impl Maps for SlotMaps {
     fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
-        Ok(self.0.get().map(|kv| kv as _))
+        Ok(self.slot.get().map(|map| self.powered(map)))
     }
 
     fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
-        let kv = Arc::new(MemoryKv::new());
-        self.0.set(Some(kv.clone()));
-        Ok(kv)
+        let map = Arc::new(MemoryKv::new());
+        self.slot.set(Some(map.clone()));
+        Ok(self.powered(map))
+    }
+}
+
+/// Tokio's time, and one date for all runs.
+struct WorldClock {
+    start: tokio::time::Instant,
+}
+
+impl WorldClock {
+    fn start() -> Arc<Self> {
+        Arc::new(Self { start: tokio::time::Instant::now() })
+    }
+}
+
+#[async_trait::async_trait]
+impl Clock for WorldClock {
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
+    }
+
+    fn wall_seconds(&self) -> u64 {
+        1_800_000_000
     }
 }
 
@@ -75,8 +117,12 @@ pub struct World {
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
     pub policy: Policy,
+    pub workers: Workers,
+    /// Of all that is random.
+    pub seed: u64,
+    lag_ms: Arc<AtomicU64>,
+    boots: u64,
     clients: std::cell::Cell<u32>,
-    boots: BTreeMap<usize, u64>,
 }
 
 pub fn address(index: usize) -> String {
@@ -96,13 +142,36 @@ impl World {
         block_bytes: u64,
         memory_bytes: u64,
     ) -> Self {
+        let mut world = Self::assemble(count, codes, block_bytes, memory_bytes);
+        world.power_on().await;
+        world
+    }
+
+    /// One that a single-threaded runtime with paused time plays the same way each time.
+    pub async fn simulated(count: usize, codes: &[(u8, u8)], block_bytes: u64, seed: u64) -> Self {
+        let mut world = Self::assemble(count, codes, block_bytes, 256 << 20);
+        (world.seed, world.workers) = (seed, Workers::inline());
+        let (coin, max) = (SeededEntropy::new(seed << 32 | (1 << 30)), world.lag_ms.clone());
+        let draw = move || Duration::from_millis(coin.below(max.load(Ordering::Relaxed) + 1));
+        world.network.set_lag(WorldClock::start(), draw);
+        world.power_on().await;
+        world
+    }
+
+    /// From now on what is sent takes up to `max_ms`, other than before for each chunk; also on connections that are there.
+    pub fn set_lag(&self, max_ms: u64) {
+        self.lag_ms.store(max_ms, Ordering::Relaxed);
+    }
+
+    fn assemble(count: usize, codes: &[(u8, u8)], block_bytes: u64, memory_bytes: u64) -> Self {
         let machines = (0..=count).map(|index| Machine {
             name: format!("node{index:02}").parse().unwrap(),
             disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
             index: Arc::new(MemoryKv::new()),
             catalogue: Arc::default(),
+            power: Arc::default(),
         });
-        let mut world = Self {
+        Self {
             network: MemoryNetwork::new(),
             machines: machines.collect(),
             nodes: BTreeMap::new(),
@@ -111,24 +180,39 @@ impl World {
             codes: codes.to_vec(),
             lease: Duration::from_secs(10),
             policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
+            workers: Workers::new(4),
+            seed: 0,
+            lag_ms: Arc::default(),
+            boots: 0,
             clients: std::cell::Cell::new(0),
-            boots: BTreeMap::new(),
-        };
-        for index in 0..=count {
-            world.boot(index);
         }
-        world.until_live(count).await;
-        world
+    }
+
+    async fn power_on(&mut self) {
+        for index in 0..self.machines.len() {
+            self.boot(index);
+        }
+        self.until_live(self.machines.len() - 1).await;
     }
 
     /// Starts the daemon of machine `index` on what its disk holds.
     pub fn boot(&mut self, index: usize) {
-        let boots = *self.boots.entry(index).and_modify(|boots| *boots += 1).or_default();
+        self.try_boot(index).unwrap();
+    }
+
+    /// The same where it may fail: the power may go while it boots.
+    pub fn try_boot(&mut self, index: usize) -> Result<(), Box<dyn std::error::Error>> {
         let machine = self.machines[index].clone();
-        let disk: Arc<dyn Disk> = machine.disk.clone();
+        let power = machine.power.clone();
+        power.turn(true);
+        let kv = |map: Arc<MemoryKv>| -> Arc<dyn Kv> {
+            Arc::new(PoweredKv { map, power: power.clone() })
+        };
+        let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power.clone());
+        machine.disk.set_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
-        let (store, _) =
-            Store::open(disk, lock, machine.index.clone(), CLUSTER, &machine.name).unwrap();
+        let (store, _) = Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name)?;
+        self.boots += 1;
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
             cluster: CLUSTER,
@@ -148,15 +232,16 @@ impl World {
         };
         let parts = NodeParts {
             store,
-            maps: Arc::new(SlotMaps(machine.catalogue.clone())),
+            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power }),
             transport: Arc::new(self.network.join(peer, &address(index))),
-            clock: SystemClock::new(),
-            // Another one after each start: ids that were given out do not come again.
-            entropy: Arc::new(SeededEntropy::new(index as u64 + 1 + (boots << 32))),
-            workers: Workers::new(4),
+            clock: WorldClock::start(),
+            // No boot repeats the numbers of another.
+            entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
+            workers: self.workers.clone(),
             segmentation_offload: false,
         };
-        self.nodes.insert(index, Node::start(settings, parts).unwrap());
+        self.nodes.insert(index, Node::start(settings, parts)?);
+        Ok(())
     }
 
     /// Kills the process of machine `index`: connections break, nothing is said.
@@ -173,6 +258,19 @@ impl World {
         self.kill(index).await;
         let name = self.machines[index].name.clone();
         self.network.join(Peer { role: Role::Node, name }, &address(index))
+    }
+
+    /// Cuts the power of machine `index`: its process is gone in the same moment.
+    pub fn cut_power(&self, index: usize) {
+        self.machines[index].power.turn(false);
+        self.network.kill(&address(index));
+    }
+
+    /// Gives machine `index` the disk that a power cut left.
+    pub async fn lose_unsynced(&mut self, index: usize, leaves: Leaves) {
+        self.kill(index).await;
+        let machine = &mut self.machines[index];
+        machine.disk = leaves.of(&machine.disk);
     }
 
     pub async fn until_live(&self, count: usize) {
@@ -209,15 +307,22 @@ impl World {
         self.connect(seeds.iter().map(|&index| address(index)).collect()).0
     }
 
-    fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
+    /// A client, and the number in its address, that asks these nodes.
+    pub fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
         let transport =
             self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
-        let entropy = Arc::new(SeededEntropy::new(1000 + u64::from(number)));
+        let entropy = SeededEntropy::new(self.seed << 32 | (1 << 31) | u64::from(number));
         (
-            Client::over(Arc::new(transport), SystemClock::new(), entropy, Workers::new(4), seeds),
+            Client::over(
+                Arc::new(transport),
+                WorldClock::start(),
+                Arc::new(entropy),
+                self.workers.clone(),
+                seeds,
+            ),
             number,
         )
     }

@@ -6,6 +6,7 @@
 
 mod mutants;
 mod recipe;
+mod soak;
 mod tally;
 
 use std::process::ExitCode;
@@ -13,6 +14,8 @@ use std::process::ExitCode;
 const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, doc tests, benches once, advisories
 cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
+cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
+cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
 cargo xtask help    this text
 
 The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
@@ -23,6 +26,13 @@ fn main() -> ExitCode {
         ["test"] => recipe::test(),
         ["mutants"] => mutants::run(None),
         ["mutants", part] => mutants::run(Some(part)),
+        ["soak", rest @ ..] => match soak::parse(rest) {
+            Ok(what) => soak::soak(&what),
+            Err(why) => {
+                eprintln!("{why}\n\n{HELP}");
+                ExitCode::from(2)
+            }
+        },
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS

@@ -1,12 +1,13 @@
 //! One connection of the memory network: who closed it, and the streams that each side opens on it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
+use super::Lag;
 use super::pipe::{MemoryRecv, MemorySend, Pipe};
 
 /// How many streams of each kind one side may have open at once, as over QUIC by default.
@@ -31,13 +32,16 @@ struct Closure {
 /// What both ends of a connection share.
 pub(super) struct Link {
     addresses: [String; 2],
-    closure: watch::Sender<Option<Closure>>,
+    closure: Mutex<Option<Closure>>,
+    /// Wakes in the order of waiting, so that one seed replays one run; a `watch` channel draws lots.
+    closed: Notify,
+    lag: Option<Lag>,
 }
 
 impl Link {
     /// A link between the dialler's address and the listener's.
-    pub(super) fn new(addresses: [String; 2]) -> Arc<Self> {
-        Arc::new(Self { addresses, closure: watch::Sender::new(None) })
+    pub(super) fn new(addresses: [String; 2], lag: Option<Lag>) -> Arc<Self> {
+        Arc::new(Self { addresses, closure: Mutex::default(), closed: Notify::new(), lag })
     }
 
     pub(super) fn joins(&self, address: &str) -> bool {
@@ -55,22 +59,25 @@ impl Link {
 
     /// Closes the link unless it is closed.
     pub(super) fn close(&self, by: Option<Side>, code: u32, reason: &str) {
-        self.closure.send_if_modified(|closure| {
-            let first = closure.is_none();
-            if first {
-                *closure = Some(Closure { by, code, reason: reason.to_owned() });
-            }
-            first
-        });
+        self.closure().get_or_insert_with(|| Closure { by, code, reason: reason.to_owned() });
+        self.closed.notify_waiters();
+    }
+
+    fn closure(&self) -> MutexGuard<'_, Option<Closure>> {
+        self.closure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn is_closed(&self) -> bool {
-        self.closure.borrow().is_some()
+        self.closure().is_some()
     }
 
     async fn closed(&self) {
-        // The sender lives as long as `self`.
-        let _ = self.closure.subscribe().wait_for(Option::is_some).await;
+        let mut closed = std::pin::pin!(self.closed.notified());
+        // Before the look: what is closed between the look and the wait wakes it.
+        closed.as_mut().enable();
+        if !self.is_closed() {
+            closed.await;
+        }
     }
 }
 
@@ -84,13 +91,23 @@ pub(super) struct Hold {
 impl Hold {
     /// The error that a closed link gives on this side; `None` while it is open.
     pub(super) fn broken(&self) -> Option<NetError> {
-        let closure = self.link.closure.borrow().clone()?;
+        let closure = self.link.closure().clone()?;
         let (code, reason) = match closure.by {
             None => (None, "it is lost".to_owned()),
             Some(side) if side == self.side => (None, format!("by this side: {}", closure.reason)),
             Some(_) => (Some(closure.code), closure.reason),
         };
         Some(NetError::Closed { peer: self.peer.to_string(), code, reason })
+    }
+
+    /// Waits as long as what is sent now takes.
+    pub(super) async fn lag(&self) {
+        if let Some(Lag { clock, draw }) = &self.link.lag {
+            let lag = draw();
+            if !lag.is_zero() {
+                clock.sleep(lag).await;
+            }
+        }
     }
 
     /// Waits until the link is closed.

@@ -1,16 +1,19 @@
 //! A network inside one process, for deterministic clusters: no sockets, no threads, no clock. It behaves as
 //! QUIC does where callers can tell the difference: windows, stream limits, resets, when a stream becomes
-//! visible, what closing loses. It adds what real networks only do by accident: [`MemoryNetwork::kill`]
-//! and [`MemoryNetwork::partition`].
+//! visible, what closing loses. It adds what real networks only do by accident: [`MemoryNetwork::kill`],
+//! [`MemoryNetwork::partition`] and [`MemoryNetwork::set_lag`].
 
 mod link;
 mod pipe;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::sync::{Mutex as AsyncMutex, mpsc};
+
+use crate::clock::Clock;
 
 use super::{ABANDONED, Address, Connection, NetError, Peer, Role, Transport, check_server};
 use link::{Link, MemoryConnection};
@@ -24,8 +27,16 @@ pub struct MemoryNetwork {
     state: Mutex<State>,
 }
 
+/// How long what is sent waits before it is on its way, and by whose clock.
+#[derive(Clone)]
+struct Lag {
+    clock: Arc<dyn Clock>,
+    draw: Arc<dyn Fn() -> Duration + Send + Sync>,
+}
+
 #[derive(Default)]
 struct State {
+    lag: Option<Lag>,
     members: BTreeMap<String, Member>,
     links: Vec<Weak<Link>>,
     cuts: BTreeSet<(String, String)>,
@@ -93,6 +104,15 @@ impl MemoryNetwork {
         state.break_links(|link| link.joins(a) && link.joins(b));
     }
 
+    /// From now on each chunk, and each end of a stream, on connections that are made later leaves `draw` later than it was sent.
+    pub fn set_lag(
+        &self,
+        clock: Arc<dyn Clock>,
+        draw: impl Fn() -> Duration + Send + Sync + 'static,
+    ) {
+        self.lock().lag = Some(Lag { clock, draw: Arc::new(draw) });
+    }
+
     /// Ends the partition between two addresses. Broken connections stay broken.
     pub fn heal(&self, a: &str, b: &str) {
         self.lock().cuts.remove(&pair(a, b));
@@ -153,7 +173,7 @@ impl Transport for MemoryTransport {
             _ => return Err(unreachable("nobody listens there")),
         };
         check_server(to, &member.peer)?;
-        let link = Link::new([self.address.clone(), to.host_port.clone()]);
+        let link = Link::new([self.address.clone(), to.host_port.clone()], state.lag.clone());
         let (ours, theirs) =
             MemoryConnection::both_ends(&link, self.peer.clone(), member.peer.clone());
         match member.backlog.try_send(theirs) {

@@ -134,6 +134,7 @@ impl SendStream for MemorySend {
         if self.ended {
             return Err(NetError::Ended);
         }
+        self.hold.lag().await;
         loop {
             if let Some(error) = self.hold.broken() {
                 return Err(error);
@@ -155,6 +156,7 @@ impl SendStream for MemorySend {
         if self.ended {
             return Err(NetError::Ended);
         }
+        self.hold.lag().await;
         if let Some(error) = self.hold.broken() {
             return Err(error);
         }

@@ -1,0 +1,83 @@
+//! Seeded storms: clients save, archive, restore and remove while machines die, lose power, are cut off, run full and rot. Whatever was
+//! reported holds during the storm, and when it is over nothing is left half done.
+#![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
+
+mod world;
+
+#[path = "storm/clients.rs"]
+mod clients;
+#[path = "storm/schedule.rs"]
+mod schedule;
+#[path = "storm/weather.rs"]
+mod weather;
+
+use std::collections::BTreeMap;
+
+use clients::Shared;
+use schedule::{BLOCK, CODES, Schedule};
+use weather::{Director, Report};
+use world::runs::{number, play, play_all};
+use world::{World, address};
+
+/// Seeds in the suite.
+const SEEDS: u64 = 30;
+
+/// One storm. Gives everything that lasts at its end.
+async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
+    let schedule = Schedule::of(seed);
+    let world = World::simulated(schedule.nodes, &CODES, BLOCK, seed).await;
+    let (ledger, report) = (Shared::default(), Report::default());
+    let mut director = Director::new(world, &schedule, report.clone());
+    let mut work = Vec::new();
+    for (index, deeds) in schedule.clients.iter().enumerate() {
+        let seeds = [1 + index, 2, 0].map(address).to_vec();
+        let (client, number) = director.world.connect(seeds);
+        assert_eq!(weather::client_address(index), format!("client{number}:0"));
+        let deeds = deeds.clone();
+        work.push(tokio::spawn(clients::work(client, deeds, ledger.clone(), report.clone())));
+    }
+    director.world.set_lag(schedule.lag_ms);
+    director.storm(&schedule.wrongs).await;
+    director.clear().await;
+    for work in work {
+        work.await.unwrap();
+    }
+    let rotted = report.lock().unwrap().rotted;
+    let world = director.world;
+    world.set_lag(0);
+    world.until_live(schedule.nodes).await;
+    let client = world.client();
+    let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
+    world.assert_rest(&client, &mut ledger).await;
+    world.assert_saves(&client, &mut ledger, 9).await;
+    world.assert_archivable(&client, &mut ledger, rotted).await;
+    world.snapshot()
+}
+
+fn run(seed: u64) -> Result<(), String> {
+    play(storm(seed)).map(drop).map_err(|why| {
+        let replay = format!("RAPIDRAID_STORM_SEED={seed} cargo test --test storm");
+        format!("{why}\n{}{replay}", Schedule::of(seed))
+    })
+}
+
+#[test]
+fn what_was_reported_holds_in_every_storm() {
+    let seeds: Vec<u64> = match number("RAPIDRAID_STORM_SEED") {
+        Some(seed) => vec![seed],
+        None => {
+            let from = number("RAPIDRAID_STORM_FROM").unwrap_or(0);
+            (from..from + number("RAPIDRAID_STORM_SEEDS").unwrap_or(SEEDS)).collect()
+        }
+    };
+    play_all(&seeds, run);
+}
+
+#[test]
+fn one_seed_is_one_storm() {
+    for seed in 0..6 {
+        let first = play(storm(seed)).unwrap();
+        assert!(first == play(storm(seed)).unwrap(), "two storms of seed {seed} differ");
+    }
+}

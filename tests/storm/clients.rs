@@ -1,0 +1,136 @@
+//! The clients of a storm: they do what the schedule says, tell the ledger how it ended, and know what must not fail.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rapidraid::client::{Client, RestoreRequest, SaveOptions};
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::store::MemoryDisk;
+
+use super::schedule::Deed;
+use super::weather::Report;
+use crate::world::ledger::{Ledger, Possible, Shards};
+use crate::world::{content, job, options, quiet, shard};
+
+/// No deed takes longer, whatever is wrong; in virtual time.
+const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// Nodes that an archived step may lose, by any of the codes.
+const N_MINUS_K: usize = 2;
+
+pub type Shared = Arc<Mutex<Ledger>>;
+
+/// Small shards, now and then one of two stripes, now and then an empty one. Their names tell versions without bytes apart.
+fn shards(shape: u64) -> Shards {
+    let draw = SeededEntropy::new(shape);
+    let len = || match draw.below(8) {
+        0 => 0,
+        1..4 => 1 + draw.below(2000),
+        4..7 => 1 + draw.below(60_000),
+        _ => 128 * 1024 + draw.below(20_000),
+    };
+    let of = |index| (format!("{shape:x}-{index}"), content(len() as usize, shape ^ index));
+    (0..1 + draw.below(2)).map(of).collect()
+}
+
+async fn patient<T>(deed: Deed, work: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, work).await.unwrap_or_else(|_| panic!("{deed:?} stands still"))
+}
+
+pub async fn work(client: Client, deeds: Vec<(u64, Deed)>, ledger: Shared, weather: Report) {
+    for (wait_ms, deed) in deeds {
+        tokio::time::sleep(Duration::from_millis(wait_ms)).await;
+        patient(deed, act(&client, deed, &ledger, &weather)).await;
+    }
+}
+
+async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
+    let job = job();
+    let before = weather.lock().unwrap().clone();
+    let calm = || before.is_calm() && weather.lock().unwrap().changes == before.changes;
+    match deed {
+        Deed::Save { step, replace, shape, patience_ms } => {
+            let shards = shards(shape);
+            let (version, free) = {
+                let mut ledger = ledger.lock().unwrap();
+                let free = replace || ledger.possible(step) == Possible::from([None]);
+                // One that was given up holds the step until its lease is over.
+                let free = free && ledger.is_quiet(step);
+                (ledger.save(step, shards.clone()), free)
+            };
+            let named = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
+            let replace = SaveOptions { replace };
+            let saving = client.save(&job, Step(step), named, replace, quiet());
+            let Some(ended) = within(patience_ms, saving).await else { return };
+            ledger.lock().unwrap().saved(step, version, replace.replace, &ended);
+            assert!(ended.is_ok() || !free || !calm(), "a save of step {step}: {ended:?}");
+        }
+        Deed::Remove { step } => {
+            let possible = ledger.lock().unwrap().remove(step);
+            let ended = client.remove(&job, Step(step)).await;
+            ledger.lock().unwrap().removed(step, &possible, &ended);
+            let there = !possible.contains(&None);
+            assert!(ended.is_ok() || !there || !calm(), "a removal of step {step}: {ended:?}");
+        }
+        Deed::Archive { step, plan } => {
+            let version = ledger.lock().unwrap().certain(step);
+            let options = options(plan);
+            let ended = client.archive(&job, Some(Step(step)), options, &mut |_| ()).await;
+            let mut ledger = ledger.lock().unwrap();
+            let Some(version) = version.filter(|_| ledger.certain(step) == version) else { return };
+            match ended {
+                Ok(report) if report.undropped == 0 => ledger.archived(step, version),
+                Err(error) if error.kind() != Kind::Exists => {
+                    assert!(!calm(), "an archiving of step {step}: {error}");
+                }
+                // What it leaves is looked at when the storm is over.
+                _ => {}
+            }
+        }
+        Deed::Restore { step } => restore(client, step, ledger, weather).await,
+    }
+}
+
+/// What comes within `patience_ms`, if that is not 0; what does not is dropped where it stands.
+async fn within<T>(patience_ms: u64, work: impl Future<Output = T>) -> Option<T> {
+    if patience_ms == 0 {
+        return Some(work.await);
+    }
+    tokio::time::timeout(Duration::from_millis(patience_ms), work).await.ok()
+}
+
+/// A restore gives what the step was at some time since it began. It fails only when more is wrong than was promised to be survived,
+/// or the step is not there.
+async fn restore(client: &Client, step: u64, ledger: &Shared, weather: &Report) {
+    let look = || {
+        let mut ledger = ledger.lock().unwrap();
+        (ledger.possible(step), ledger.versions(step), weather.lock().unwrap().clone())
+    };
+    let (before, versions, weather_before) = look();
+    let out = Arc::new(MemoryDisk::new(64 << 20));
+    let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
+    let ended = client.restore(&job(), Some(Step(step)), request, quiet()).await;
+    let (after, later, weather_after) = look();
+    let error = match ended {
+        Ok(_) => {
+            let version = ledger.lock().unwrap().version_of(step, &out);
+            let version = version.unwrap_or_else(|| panic!("step {step} came back as no version"));
+            let known = before.contains(&Some(version)) || version >= versions;
+            assert!(known, "step {step} came back as version {version}, it was {before:?}");
+            return;
+        }
+        Err(error) => error,
+    };
+    let told = !matches!(error.kind(), Kind::Internal | Kind::Denied | Kind::Invalid);
+    assert!(told, "step {step}: {error}");
+    let mut ledger = ledger.lock().unwrap();
+    if let Some(version) = ledger.certain(step).filter(|_| before == after && versions == later) {
+        assert_ne!(error.kind(), Kind::NotFound, "step {step} is there: {error}");
+        let survived = if ledger.is_archived(step, version) { N_MINUS_K } else { 1 };
+        let fair =
+            weather_before.is_fair(survived) && weather_before.changes == weather_after.changes;
+        assert!(!fair, "step {step} must come back: {error}");
+    }
+}

@@ -1,0 +1,178 @@
+//! What happens in one storm, all of it drawn from the seed before it begins: what the clients do, and what goes wrong when.
+
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::wire::calls::PlanChoice;
+
+use crate::world::power::Leaves;
+
+/// Codes of a storm, by preference; the larger one needs six storage nodes.
+pub const CODES: [(u8, u8); 2] = [(6, 4), (4, 2)];
+pub const BLOCK: u64 = 64 << 10;
+/// Steps that the clients work on.
+const STEPS: u64 = 4;
+/// How long things go wrong, in virtual time.
+const STORM_MS: u64 = 90_000;
+/// The longest that one thing stays wrong.
+const MAX_WRONG_MS: u64 = 45_000;
+
+/// What a client does.
+#[derive(Debug, Clone, Copy)]
+pub enum Deed {
+    /// Given up after `patience_ms`, if that is not 0, as by a client that dies.
+    Save {
+        step: u64,
+        replace: bool,
+        shape: u64,
+        patience_ms: u64,
+    },
+    Archive {
+        step: u64,
+        plan: PlanChoice,
+    },
+    Remove {
+        step: u64,
+    },
+    Restore {
+        step: u64,
+    },
+}
+
+/// What goes wrong, until it is put right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// A machine loses power, or its process is killed.
+    Stop { machine: usize, leaves: Leaves },
+    /// The same for all machines.
+    Blackout { leaves: Leaves },
+    /// A machine stops in the middle of its work: before the change after so many.
+    StopAfter { machine: usize, changes: u64, leaves: Leaves },
+    /// Two nodes do not hear each other.
+    Cut { machines: (usize, usize) },
+    /// A client and a node do not hear each other.
+    CutOff { client: usize, machine: usize },
+    /// A disk has no room.
+    Full { machine: usize },
+    /// A bit of a block or piece turns; nothing puts it right.
+    Rot { pick: u64 },
+}
+
+/// A fault, from when to when.
+#[derive(Debug, Clone, Copy)]
+pub struct Wrong {
+    pub from_ms: u64,
+    pub to_ms: u64,
+    pub fault: Fault,
+}
+
+pub struct Schedule {
+    pub nodes: usize,
+    /// The machine whose disk rots, if any does: with one, no block and no stripe is ever lost.
+    pub rotten: usize,
+    /// The longest that a message is on its way.
+    pub lag_ms: u64,
+    /// Of each client: how long it waits, and what it does then.
+    pub clients: Vec<Vec<(u64, Deed)>>,
+    pub wrongs: Vec<Wrong>,
+}
+
+impl std::fmt::Display for Schedule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { nodes, rotten, lag_ms, .. } = self;
+        writeln!(f, "{nodes} storage nodes, node {rotten} may rot, lag of up to {lag_ms} ms")?;
+        for (client, deeds) in self.clients.iter().enumerate() {
+            let mut at_ms = 0;
+            for (wait_ms, deed) in deeds {
+                at_ms += wait_ms;
+                writeln!(f, "  client {client}, not before {at_ms} ms: {deed:?}")?;
+            }
+        }
+        for Wrong { from_ms, to_ms, fault } in &self.wrongs {
+            writeln!(f, "  {from_ms} to {to_ms} ms: {fault:?}")?;
+        }
+        Ok(())
+    }
+}
+
+struct Draw(SeededEntropy);
+
+impl Draw {
+    fn below(&self, bound: u64) -> u64 {
+        self.0.below(bound)
+    }
+
+    fn of<T: Copy>(&self, all: &[T]) -> T {
+        all[self.below(all.len() as u64) as usize]
+    }
+
+    fn leaves(&self) -> Leaves {
+        let torn = Leaves::Torn(self.below(1 << 32));
+        self.of(&[Leaves::Synced, torn, Leaves::All, Leaves::Cache])
+    }
+
+    fn deed(&self, client: u64, clients: u64) -> Deed {
+        // Saves and removals of a step are of one client: they come one after the other.
+        let own = (0..STEPS).filter(|step| step % clients == client).collect::<Vec<_>>();
+        let (step, any) = (self.of(&own) + 1, self.below(STEPS) + 1);
+        match self.below(10) {
+            0..4 => Deed::Save {
+                step,
+                replace: self.below(2) == 0,
+                shape: self.below(1 << 32),
+                patience_ms: if self.below(8) == 0 { 1 + self.below(2000) } else { 0 },
+            },
+            4..6 => Deed::Archive {
+                step: any,
+                plan: self.of(&[PlanChoice::Chain, PlanChoice::Chain, PlanChoice::BestStar]),
+            },
+            6 => Deed::Remove { step },
+            _ => Deed::Restore { step: any },
+        }
+    }
+
+    fn fault(&self, nodes: u64, clients: u64) -> Fault {
+        let machine = self.below(nodes + 1) as usize;
+        let other = self.below(nodes + 1) as usize;
+        match self.below(14) {
+            0..3 => Fault::Stop { machine, leaves: self.leaves() },
+            3..5 => Fault::Blackout { leaves: self.leaves() },
+            5..9 => {
+                let changes = self.below(120);
+                Fault::StopAfter { machine, changes, leaves: self.leaves() }
+            }
+            9..11 => Fault::Cut { machines: (machine, other) },
+            11 => Fault::CutOff { client: self.below(clients) as usize, machine },
+            12 => Fault::Full { machine },
+            _ => Fault::Rot { pick: self.below(1 << 32) },
+        }
+    }
+}
+
+impl Schedule {
+    pub fn of(seed: u64) -> Self {
+        let draw = Draw(SeededEntropy::new(seed));
+        let nodes = 4 + draw.below(4);
+        let clients = 1 + draw.below(3);
+        let deeds = |client| {
+            let count = 4 + draw.below(12 / clients);
+            (0..count).map(|_| (draw.below(9000), draw.deed(client, clients))).collect()
+        };
+        let wrongs = (0..draw.below(7)).map(|_| {
+            let from_ms = draw.below(STORM_MS);
+            let to_ms = from_ms + draw.below(MAX_WRONG_MS);
+            Wrong { from_ms, to_ms, fault: draw.fault(nodes, clients) }
+        });
+        let mut wrongs: Vec<Wrong> = wrongs.collect();
+        // What a dead process left in the page cache is seen by the next one; soon after, the power goes as well.
+        for at in 0..wrongs.len() {
+            if let Fault::StopAfter { machine, leaves: Leaves::Cache, .. } = wrongs[at].fault {
+                let from_ms = wrongs[at].to_ms + draw.below(9000);
+                let fault = Fault::Stop { machine, leaves: Leaves::Synced };
+                wrongs.push(Wrong { from_ms, to_ms: from_ms + draw.below(9000), fault });
+            }
+        }
+        let clients = (0..clients).map(deeds).collect();
+        let rotten = 1 + draw.below(nodes) as usize;
+        let lag_ms = draw.of(&[0, 0, 3, 30, 150]);
+        Self { nodes: nodes as usize, rotten, lag_ms, clients, wrongs }
+    }
+}

@@ -1,0 +1,218 @@
+//! What is wrong with the cluster now: faults come and go as the schedule says, and the clients are told how much they may ask for.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::store::Disk;
+use tokio::time::Instant;
+
+use super::schedule::{Fault, Schedule, Wrong};
+use crate::world::power::Leaves;
+use crate::world::{DISK_BYTES, World, address};
+
+/// After so long without a change all leases and time-outs of before are over.
+const CALM: Duration = Duration::from_secs(60);
+
+/// What clients may know of the weather.
+#[derive(Clone, Default)]
+pub struct Weather {
+    /// Machines that are not there, and the one whose disk rots once it has begun to.
+    pub away: BTreeSet<usize>,
+    pub rotted: bool,
+    /// Cuts and full disks.
+    wrong: usize,
+    /// Counts all that has happened.
+    pub changes: u64,
+    last: Option<Instant>,
+}
+
+impl Weather {
+    fn change(&mut self) {
+        self.changes += 1;
+        self.last = Some(Instant::now());
+    }
+
+    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing.
+    pub fn is_fair(&self, away: usize) -> bool {
+        self.wrong == 0 && !self.away.contains(&0) && self.away.len() <= away
+    }
+
+    /// Nothing is wrong and nothing has been for long.
+    pub fn is_calm(&self) -> bool {
+        self.is_fair(0) && self.last.is_none_or(|last| last.elapsed() > CALM)
+    }
+}
+
+pub type Report = Arc<Mutex<Weather>>;
+
+/// A fault or its end.
+#[derive(Debug, Clone, Copy)]
+enum Turn {
+    Begin(Fault),
+    End(Fault),
+}
+
+/// Puts the cluster through the faults of a schedule, and everything right at the end.
+pub struct Director {
+    pub world: World,
+    report: Report,
+    rotten: usize,
+    /// Whose process is gone, and what becomes of its disk when it comes back.
+    down: Vec<Option<Leaves>>,
+}
+
+impl Director {
+    pub fn new(world: World, schedule: &Schedule, report: Report) -> Self {
+        let down = vec![None; world.machines.len()];
+        Self { world, report, rotten: schedule.rotten, down }
+    }
+
+    /// All faults in their time.
+    pub async fn storm(&mut self, wrongs: &[Wrong]) {
+        let mut turns: Vec<(u64, Turn)> = Vec::new();
+        for wrong in wrongs {
+            turns.push((wrong.from_ms, Turn::Begin(wrong.fault)));
+            turns.push((wrong.to_ms, Turn::End(wrong.fault)));
+        }
+        turns.sort_by_key(|(at, _)| *at);
+        let began = Instant::now();
+        for (at, turn) in turns {
+            tokio::time::sleep_until(began + Duration::from_millis(at)).await;
+            match turn {
+                Turn::Begin(fault) => self.begin(fault).await,
+                Turn::End(fault) => self.end(fault).await,
+            }
+        }
+    }
+
+    fn tell(&self, change: impl FnOnce(&mut Weather)) {
+        let mut weather = self.report.lock().unwrap();
+        change(&mut weather);
+        weather.change();
+    }
+
+    async fn begin(&mut self, fault: Fault) {
+        match fault {
+            Fault::Stop { machine, leaves } => self.take_down(machine, leaves).await,
+            Fault::Blackout { leaves } => {
+                (0..self.down.len()).for_each(|machine| self.world.cut_power(machine));
+                for machine in 0..self.down.len() {
+                    self.take_down(machine, leaves).await;
+                }
+            }
+            Fault::StopAfter { machine, changes, .. } => {
+                let power = self.world.machines[machine].power.clone();
+                let (network, report) = (self.world.network.clone(), self.report.clone());
+                power.clone().cut_after(changes, move || {
+                    power.turn(false);
+                    network.kill(&address(machine));
+                    let mut weather = report.lock().unwrap();
+                    weather.away.insert(machine);
+                    weather.change();
+                });
+            }
+            Fault::Cut { machines: (a, b) } => {
+                self.tell(|weather| weather.wrong += 1);
+                self.world.network.partition(&address(a), &address(b));
+            }
+            Fault::CutOff { client, machine } => {
+                self.tell(|weather| weather.wrong += 1);
+                self.world.network.partition(&client_address(client), &address(machine));
+            }
+            Fault::Full { machine } => {
+                self.tell(|weather| weather.wrong += 1);
+                self.world.machines[machine].disk.set_capacity(0);
+            }
+            Fault::Rot { pick } => self.rot(pick),
+        }
+    }
+
+    async fn end(&mut self, fault: Fault) {
+        match fault {
+            Fault::Stop { machine, .. } => self.bring_back(machine).await,
+            Fault::Blackout { .. } => {
+                for machine in 0..self.down.len() {
+                    self.bring_back(machine).await;
+                }
+            }
+            Fault::StopAfter { machine, leaves, .. } => {
+                self.world.machines[machine].power.calm();
+                if !self.world.machines[machine].power.is_on() && self.down[machine].is_none() {
+                    self.take_down(machine, leaves).await;
+                    self.bring_back(machine).await;
+                }
+            }
+            Fault::Cut { machines: (a, b) } => {
+                self.world.network.heal(&address(a), &address(b));
+                self.tell(|weather| weather.wrong -= 1);
+            }
+            Fault::CutOff { client, machine } => {
+                self.world.network.heal(&client_address(client), &address(machine));
+                self.tell(|weather| weather.wrong -= 1);
+            }
+            Fault::Full { machine } => {
+                self.world.machines[machine].disk.set_capacity(DISK_BYTES);
+                self.tell(|weather| weather.wrong -= 1);
+            }
+            Fault::Rot { .. } => {}
+        }
+    }
+
+    async fn take_down(&mut self, machine: usize, leaves: Leaves) {
+        self.tell(|weather| weather.away.extend([machine]));
+        self.world.cut_power(machine);
+        // Power that goes after the process takes with it what the process had not synced.
+        let before = self.down[machine].unwrap_or(Leaves::Cache);
+        self.down[machine] = Some(if leaves == Leaves::Cache { before } else { leaves });
+        self.world.kill(machine).await;
+    }
+
+    /// Boots a machine unless it is up. Another fault that holds it down ends early with this one.
+    async fn bring_back(&mut self, machine: usize) {
+        let Some(leaves) = self.down[machine].take() else { return };
+        self.world.lose_unsynced(machine, leaves).await;
+        if let Err(error) = self.world.try_boot(machine) {
+            let stopped = !self.world.machines[machine].power.is_on();
+            assert!(stopped, "node {machine} does not boot: {error}");
+            self.down[machine] = Some(Leaves::Synced);
+            return;
+        }
+        let rotten = self.rotten;
+        self.tell(|weather| {
+            if machine != rotten || !weather.rotted {
+                weather.away.remove(&machine);
+            }
+        });
+    }
+
+    /// Turns a bit of a block or piece.
+    fn rot(&mut self, pick: u64) {
+        let machine = self.rotten;
+        let mut files = self.world.files(|path| path.ends_with(".rep") || path.ends_with(".pc"));
+        files.retain(|(at, _)| *at == machine);
+        let coin = SeededEntropy::new(pick);
+        let disk = &self.world.machines[machine].disk;
+        let Some((_, path)) = files.get(coin.below(files.len() as u64) as usize) else { return };
+        let len_bytes = disk.open(path).and_then(|file| file.len_bytes()).unwrap();
+        disk.flip_bit(path, coin.below(len_bytes * 8)).unwrap();
+        self.tell(|weather| {
+            weather.rotted = true;
+            weather.away.insert(machine);
+        });
+    }
+
+    /// Everything is put right, but what rotted.
+    pub async fn clear(&mut self) {
+        for machine in 0..self.down.len() {
+            self.world.machines[machine].power.calm();
+            self.bring_back(machine).await;
+        }
+    }
+}
+
+pub fn client_address(client: usize) -> String {
+    // The world's first client looked whether the nodes are up.
+    format!("client{}:0", client + 1)
+}

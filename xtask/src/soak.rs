@@ -1,0 +1,87 @@
+//! `cargo xtask soak`: what the suite samples, played whole. The tests are those of the suite; the environment says how much of it.
+//!
+//! Tests are built optimised and with their assertions, so nothing is gained by another profile.
+
+use std::process::{Command, ExitCode};
+
+/// What to play.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Soak {
+    test: &'static str,
+    settings: Vec<(&'static str, u64)>,
+}
+
+/// What the arguments ask for; an error says what is wrong with them.
+pub fn parse(arguments: &[&str]) -> Result<Soak, String> {
+    let mut matrix = false;
+    let mut settings = Vec::new();
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        let name = match *argument {
+            "--matrix" => {
+                matrix = true;
+                continue;
+            }
+            "--seeds" => "RAPIDRAID_STORM_SEEDS",
+            "--from" => "RAPIDRAID_STORM_FROM",
+            "--jobs" => "RAPIDRAID_SOAK_JOBS",
+            other => return Err(format!("soak does not know {other}")),
+        };
+        let number = rest.next().and_then(|text| text.parse().ok());
+        settings.push((name, number.ok_or_else(|| format!("{argument} needs a number"))?));
+    }
+    let seeds = settings.iter().any(|(name, _)| *name == "RAPIDRAID_STORM_SEEDS");
+    let from = settings.iter().any(|(name, _)| *name == "RAPIDRAID_STORM_FROM");
+    match (matrix, seeds) {
+        (true, false) if !from => {
+            settings.push(("RAPIDRAID_MATRIX_STRIDE", 1));
+            Ok(Soak { test: "syncs", settings })
+        }
+        (false, true) => Ok(Soak { test: "storm", settings }),
+        _ => Err("soak plays either --matrix or --seeds N".to_owned()),
+    }
+}
+
+/// Plays it, and shows what the test says: how many runs a second, and the first that failed.
+pub fn soak(soak: &Soak) -> ExitCode {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .args(["test", "--locked", "--package", "rapidraid", "--test", soak.test])
+        .args(["--", "--nocapture"])
+        .envs(soak.settings.iter().map(|(name, value)| (*name, value.to_string())))
+        .status();
+    match status {
+        Ok(status) if status.success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cannot start cargo: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_say_one_thing() {
+        let storm = parse(&["--seeds", "20", "--from", "7", "--jobs", "2"]).unwrap();
+        assert_eq!(storm.test, "storm");
+        assert_eq!(storm.settings[1], ("RAPIDRAID_STORM_FROM", 7));
+        let matrix = parse(&["--matrix", "--jobs", "2"]).unwrap();
+        assert_eq!(matrix.test, "syncs");
+        let stride = ("RAPIDRAID_MATRIX_STRIDE", 1);
+        assert_eq!(matrix.settings, [("RAPIDRAID_SOAK_JOBS", 2), stride]);
+        for wrong in [
+            &["--jobs", "2"][..],
+            &["--seeds"],
+            &["--seeds", "many"],
+            &["--matrix", "--seeds", "3"],
+            &["--matrix", "--from", "3"],
+            &["--fast"],
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}

@@ -5,7 +5,7 @@ use super::failure::failure;
 use super::marks::{LEAVES, MARK, RECORD, TOMBSTONE, receipt_name, save_scope, tombstone};
 use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
-use crate::format::file::{Content, FileKey};
+use crate::format::file::{FileKey, FileName};
 use crate::format::records::{
     CommitMark, Leaves, PieceForm, Receipt, Record, RemoveReason, ShardState, StripeFixed,
     StripeRecord, StripeState,
@@ -235,17 +235,17 @@ fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Fail
 /// Removes the stripe's replicas, and pieces of attempts that this one superseded; keeps what the receipt names.
 fn drop_files(store: &Store, me: NodeId, receipt: &Receipt) -> Result<DropAnswer, Failure> {
     let mut answer = DropAnswer { files: 0, bytes: 0 };
-    for info in store.find(receipt.stripe)? {
-        let kept = match info.content {
-            Content::Replica { block } => receipt
+    for (key, file_bytes) in store.files_on_disk(receipt.stripe)? {
+        let kept = match key.name {
+            FileName::Replica { block } => receipt
                 .pieces
                 .iter()
                 .any(|piece| piece.node == me && piece.form == PieceForm::Replica { block }),
-            Content::Piece { attempt, .. } => attempt == receipt.attempt,
+            FileName::Piece { attempt, .. } => attempt == receipt.attempt,
         };
-        if !kept && store.remove(info.key())? {
+        if !kept && store.remove(key)? {
             answer.files += 1;
-            answer.bytes += info.file_bytes;
+            answer.bytes += file_bytes;
         }
     }
     Ok(answer)

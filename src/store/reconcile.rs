@@ -58,7 +58,7 @@ impl Store {
 }
 
 /// The stripe's index, if this is the folder of one.
-pub(super) fn stripe_index(entry: &DiskEntry) -> Option<u32> {
+fn stripe_index(entry: &DiskEntry) -> Option<u32> {
     if entry.is_dir { parse_stripe_index(&entry.name) } else { None }
 }
 

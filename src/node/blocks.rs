@@ -275,20 +275,22 @@ impl Node {
     pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         self.on_store(move |store| {
-            let why = match store.open_file(key) {
+            let (judged, why) = match store.open_file(key) {
                 Err(error) if error.kind() == Kind::NotFound => {
                     store.correct_index(key)?;
                     return Ok(true);
                 }
                 Ok(file) => match file.scrub().as_slice() {
                     [] => return Ok(false),
-                    damaged => format!("grains {damaged:?} are damaged"),
+                    damaged => {
+                        let why = format!("grains {damaged:?} are damaged");
+                        (Some(file), why)
+                    }
                 },
-                Err(error) if error.kind() == Kind::Corrupt => error.to_string(),
+                Err(error) if error.kind() == Kind::Corrupt => (None, error.to_string()),
                 Err(error) => return Err(Failure::from(error)),
             };
-            store.quarantine(key, &why)?;
-            Ok(true)
+            Ok(store.quarantine(key, judged.as_ref(), &why)?)
         })
         .await
     }
@@ -405,11 +407,13 @@ impl Node {
     async fn set_unproven_aside(&self, key: FileKey) -> Result<(), Failure> {
         let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
         self.on_store(move |store| {
+            let judged = store.open_file(key)?;
             let receipt = store.get_small(Scope::Stripe(key.stripe), &receipt_name(attempt))?;
-            match receipt {
-                Some(_) => Ok(()),
-                None => store.quarantine(key, "another piece of the same attempt, never proven"),
+            if receipt.is_none() {
+                let why = "another piece of the same attempt, never proven";
+                store.quarantine(key, Some(&judged), why)?;
             }
+            Ok::<_, StoreError>(())
         })
         .await
     }

@@ -14,7 +14,7 @@ use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::Epoch;
 use crate::net::call::address;
-use crate::store::{Kv, KvError, Maps, Store};
+use crate::store::{Kv, Maps, Store};
 use crate::wire::calls::{Hello, HelloAnswer};
 
 /// A member that does not say its epoch within this is not counted.
@@ -52,13 +52,13 @@ impl Hosting {
         open: Open<'_>,
     ) -> Result<Self, CatalogueError> {
         let is_new = seen == Epoch::default();
-        let store = |error: KvError| CatalogueError::Store(error.to_string());
         let gone = || CatalogueError::Gone { seen, found: Epoch::default() };
-        let opened = match maps.existing().map_err(store)? {
-            Some(kv) => open(kv).map(Some),
-            None if begin && is_new => open(maps.fresh().map_err(store)?).map(Some),
-            None if begin => Err(gone()),
-            None => Ok(None),
+        let opened = match maps.existing() {
+            Ok(Some(kv)) => open(kv).map(Some),
+            Ok(None) if begin && is_new => open(maps.fresh()?).map(Some),
+            Ok(None) if begin => Err(gone()),
+            Ok(None) => Ok(None),
+            Err(error) => Err(error.into()),
         };
         let state = match opened {
             Ok(Some(local)) => {
@@ -67,7 +67,11 @@ impl Hosting {
                 State::Here(Arc::new(local))
             }
             Ok(None) => State::No(None),
-            Err(error @ (CatalogueError::Gone { .. } | CatalogueError::Incomplete { .. })) => {
+            Err(
+                error @ (CatalogueError::Gone { .. }
+                | CatalogueError::Incomplete { .. }
+                | CatalogueError::Damaged { .. }),
+            ) => {
                 tracing::error!(%error, "this daemon does not serve the catalogue");
                 State::No(Some(error.to_string()))
             }

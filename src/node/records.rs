@@ -7,7 +7,7 @@ use super::marks::{
 };
 use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
-use crate::format::file::{Content, FileKey};
+use crate::format::file::{FileKey, FileName};
 use crate::format::records::{
     CommitMark, Leaves, PieceForm, Receipt, Record, RemoveReason, ShardState, StripeFixed,
     StripeRecord, StripeState,
@@ -253,19 +253,19 @@ fn drop_files(store: &Store, me: NodeId, receipt: &Receipt) -> Result<DropAnswer
     }
     let ours = || receipt.pieces.iter().filter(|piece| piece.node == me);
     let mut answer = DropAnswer { files: 0, bytes: 0 };
-    for info in store.find(receipt.stripe)? {
-        let kept = match info.content {
-            Content::Replica { block } => {
+    for (key, file_bytes) in store.files_on_disk(receipt.stripe)? {
+        let kept = match key.name {
+            FileName::Replica { block } => {
                 ours().any(|piece| piece.form == PieceForm::Replica { block })
             }
-            Content::Piece { piece: number, attempt, .. } => {
+            FileName::Piece { piece: number, attempt } => {
                 attempt == receipt.attempt
                     && ours().any(|piece| piece.piece == number && piece.form == PieceForm::File)
             }
         };
-        if !kept && store.remove(info.key())? {
+        if !kept && store.remove(key)? {
             answer.files += 1;
-            answer.bytes += info.file_bytes;
+            answer.bytes += file_bytes;
         }
     }
     Ok(answer)

@@ -253,7 +253,7 @@ fn drop_files(store: &Store, me: NodeId, receipt: &Receipt) -> Result<DropAnswer
     }
     let ours = || receipt.pieces.iter().filter(|piece| piece.node == me);
     let mut answer = DropAnswer { files: 0, bytes: 0 };
-    for (key, file_bytes) in store.files_on_disk(receipt.stripe)? {
+    for (key, file_bytes) in store.every_file(receipt.stripe)? {
         let kept = match key.name {
             FileName::Replica { block } => {
                 ours().any(|piece| piece.form == PieceForm::Replica { block })

@@ -295,7 +295,7 @@ fn sweep_shard(store: &Store, shard: ShardId) -> Result<u64, Failure> {
         let Some(last) = page.last() else { break };
         after = Some(last.index);
         for stripe in page {
-            for (key, file_bytes) in store.files_on_disk(stripe)? {
+            for (key, file_bytes) in store.every_file(stripe)? {
                 if store.remove(key)? {
                     bytes += file_bytes;
                 }

@@ -240,16 +240,23 @@ impl Store {
         self.index().find(stripe)
     }
 
-    /// The replica and piece files of a stripe and their lengths, as the folder has them: for who removes them, also those that the index
-    /// missed.
-    pub fn files_on_disk(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
+    /// The replica and piece files of a stripe that the folder has or the index names, with their lengths: what a removal goes by.
+    /// One that only the index names has no bytes.
+    pub fn every_file(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
         let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
-        let files = entries.into_iter().filter(|entry| !entry.is_dir);
+        let on_disk = entries.into_iter().filter(|entry| !entry.is_dir);
         let key = |entry: DiskEntry| {
             let name = entry.name.parse().ok()?;
             Some((FileKey { stripe, name }, entry.len_bytes))
         };
-        Ok(files.filter_map(key).collect())
+        let mut files: Vec<(FileKey, u64)> = on_disk.filter_map(key).collect();
+        // An index that fails names nothing; the next start mends it.
+        for info in self.find(stripe).unwrap_or_default() {
+            if files.iter().all(|(key, _)| *key != info.key()) {
+                files.push((info.key(), 0));
+            }
+        }
+        Ok(files)
     }
 
     /// At most `limit` shards of which anything is here, in order, from behind `after`.
@@ -340,13 +347,18 @@ mod tests {
         kv.1.store(true, Ordering::Relaxed);
         assert!(matches!(write(2), Err(StoreError::Index(_))));
         let keys = [1, 2].map(|block| FileKey::replica(stripe, block));
-        let files = store.files_on_disk(stripe).unwrap();
+        let files = store.every_file(stripe).unwrap();
         assert_eq!(files.iter().map(|(key, _)| *key).collect::<Vec<_>>(), keys);
         for (key, len_bytes) in files {
             assert_eq!(len_bytes, store.open_file(key).unwrap().info().file_bytes);
             assert!(store.remove(key).unwrap());
         }
-        assert_eq!(store.files_on_disk(stripe).unwrap(), []);
+        assert_eq!(store.every_file(stripe).unwrap(), []);
+        // An index that answers again still names what it was told of, and is mended by the next try.
+        kv.1.store(false, Ordering::Relaxed);
+        assert_eq!(store.every_file(stripe).unwrap(), [(keys[0], 0)]);
+        assert!(!store.remove(keys[0]).unwrap());
+        assert_eq!(store.every_file(stripe).unwrap(), []);
         assert_eq!(store.list_shards(None, 9).unwrap(), []);
     }
 }

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio_util::sync::CancellationToken;
 
@@ -98,7 +98,7 @@ pub trait Maps: Send + Sync + 'static {
 /// Changes that are made together or not at all.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Batch {
-    changes: BTreeMap<Vec<u8>, Option<Vec<u8>>>,
+    pub(super) changes: BTreeMap<Vec<u8>, Option<Vec<u8>>>,
 }
 
 impl Batch {
@@ -134,7 +134,7 @@ impl Batch {
         matches!(self.changes.get(key), Some(Some(new)) if new == value)
     }
 
-    fn check(&self) -> Result<(), KvError> {
+    pub(super) fn check(&self) -> Result<(), KvError> {
         let within = |part, bytes: usize, limit_bytes| {
             if bytes <= limit_bytes {
                 return Ok(());
@@ -166,62 +166,10 @@ pub trait Kv: Send + Sync + 'static {
 }
 
 /// Where a scan begins.
-fn scan_start<'a>(prefix: &'a [u8], after: Option<&'a [u8]>) -> Bound<&'a [u8]> {
+pub(super) fn scan_start<'a>(prefix: &'a [u8], after: Option<&'a [u8]>) -> Bound<&'a [u8]> {
     match after {
         Some(after) if after >= prefix => Bound::Excluded(after),
         _ => Bound::Included(prefix),
-    }
-}
-
-/// A map in memory, for clusters in one process.
-#[derive(Debug, Default)]
-pub struct MemoryKv {
-    pairs: Mutex<BTreeMap<Vec<u8>, Vec<u8>>>,
-}
-
-impl MemoryKv {
-    /// An empty map.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Another map with what is in this one now: a backup.
-    pub fn copy(&self) -> Self {
-        Self { pairs: Mutex::new(self.pairs().clone()) }
-    }
-
-    fn pairs(&self) -> MutexGuard<'_, BTreeMap<Vec<u8>, Vec<u8>>> {
-        self.pairs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Kv for MemoryKv {
-    fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
-        Ok(self.pairs().get(key).cloned())
-    }
-
-    fn apply(&self, batch: &Batch) -> Result<(), KvError> {
-        batch.check()?;
-        let mut pairs = self.pairs();
-        for (key, value) in &batch.changes {
-            match value {
-                Some(value) => pairs.insert(key.clone(), value.clone()),
-                None => pairs.remove(key),
-            };
-        }
-        Ok(())
-    }
-
-    fn scan(
-        &self,
-        prefix: &[u8],
-        after: Option<&[u8]>,
-        limit: usize,
-    ) -> Result<Vec<Pair>, KvError> {
-        let pairs = self.pairs();
-        let range = pairs.range::<[u8], _>((scan_start(prefix, after), Bound::Unbounded));
-        let within = range.take_while(|(key, _)| key.starts_with(prefix));
-        Ok(within.take(limit.min(MAX_PAGE)).map(|(k, v)| (k.clone(), v.clone())).collect())
     }
 }
 
@@ -485,6 +433,7 @@ impl Kv for SledKv {
 #[allow(clippy::disallowed_methods)] // damages sled's folder from outside
 mod tests {
     use super::*;
+    use crate::store::MemoryKv;
     use crate::store::{Disk, RealDisk};
 
     fn held(folder: &Path) -> DiskLock {

@@ -70,6 +70,10 @@ random_id!(
     ClusterId, 16, "cluster id"
 );
 random_id!(
+    /// One catalogue's map: two maps of one epoch differ in it.
+    MapId, 16, "map id"
+);
+random_id!(
     /// One shard of one save: the save's 12 bytes and the shard's number, big-endian. A second save of the same step has other shard ids.
     ShardId, 16, "shard id"
 );
@@ -94,6 +98,12 @@ impl ShardId {
         bytes[..12].copy_from_slice(&save.0);
         bytes[12..].copy_from_slice(&index.to_be_bytes());
         Self(bytes)
+    }
+
+    /// Its place among the shards of its save.
+    pub fn index(self) -> u32 {
+        let [.., a, b, c, d] = self.0;
+        u32::from_be_bytes([a, b, c, d])
     }
 
     /// The save that it belongs to.

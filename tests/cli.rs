@@ -61,7 +61,11 @@ fn a_checkpoint_lives_its_life() {
         trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["cat"] == "hop").count();
     assert_eq!(hops, 6 * reports.len());
     assert!(cluster.run("archive gpt/7").ok().out.contains("nothing to do"));
+    let rule = "policy: all but the newest 2 steps are archived, all are kept";
+    let shown = cluster.run("status").ok().out;
+    assert!(shown.contains(rule), "{shown}");
     let status = cluster.run("status --json").ok().json();
+    assert_eq!(status["policy"]["rules"][0]["archive_all_but"], 2);
     let sum = |field: &str| -> u64 {
         status["nodes"].as_array().unwrap().iter().map(|node| node[field].as_u64().unwrap()).sum()
     };
@@ -111,6 +115,57 @@ fn every_plan_archives_and_too_much_lost_is_refused() {
     lost.fails(1, &["nothing was written", "a.bin", "n2"]);
     assert_eq!(lost.json()["error"]["kind"], "lost");
     assert!(tree(&cluster.path("lost")).is_empty());
+}
+
+#[test]
+fn a_lost_catalogue_is_made_again_by_one_command() {
+    let mut cluster = Cluster::start(6, &["code.list=4,2"]);
+    let (old, new) = (bytes(300_000, 1), bytes(500_000, 2));
+    cluster.write("a.bin", &old);
+    cluster.run("save job/1 a.bin").ok();
+    cluster.run("archive job/1").ok();
+    cluster.write("a.bin", &new);
+    cluster.run("save job/2 a.bin").ok();
+    let listed = cluster.run("ls --json").ok().json()["steps"].clone();
+    cluster.run("catalogue rebuild").fails(1, &["the catalogue is served by n1"]);
+
+    // The daemon that serves it is killed, and its map is gone.
+    cluster.daemons[0].signal(Signal::KILL);
+    let gone = cluster.daemons.remove(0);
+    gone.ended();
+    std::fs::remove_dir_all(cluster.path("cluster/nodes/n1/data/catalogue")).unwrap();
+    let config = cluster.read("cluster/nodes/n3/rapidraid.toml");
+    let config = String::from_utf8(config).unwrap();
+    let advertise = config.lines().find(|line| line.starts_with("advertise")).unwrap();
+    let address = advertise.split('"').nth(1).unwrap();
+    // Nodes that registered last may be known to no other: they make themselves known, and until then it is refused.
+    let rebuild = || cluster.run(&format!("catalogue rebuild --on {address} --json"));
+    let mut rebuilt = rebuild();
+    for _ in 0..20 {
+        if rebuilt.code == 0 {
+            break;
+        }
+        assert_eq!(rebuilt.json()["error"]["kind"], "unavailable");
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        rebuilt = rebuild();
+    }
+    let rebuilt = rebuilt.ok().json();
+    assert_eq!((&rebuilt["home"], &rebuilt["epoch"]), (&"n3".into(), &2.into()), "{rebuilt}");
+    assert_eq!((&rebuilt["steps"], &rebuilt["shards"]), (&2.into(), &2.into()), "{rebuilt}");
+    assert_eq!(rebuilt["missing"], serde_json::json!(["n1"]));
+    assert_eq!(cluster.run("ls --json").ok().json()["steps"], listed);
+    for (step, data) in [(1, &old), (2, &new)] {
+        cluster.run(&format!("restore job/{step} --out out{step}")).ok();
+        assert!(cluster.read(&format!("out{step}/a.bin")) == *data, "step {step}");
+    }
+    // It comes back without its map, and is a node among others.
+    let back = Daemon::start(cluster.folder.path(), &cluster.config(1), &[]).ready();
+    cluster.daemons.push(back);
+    cluster.run("save job/3 a.bin").ok();
+    cluster.run("archive job/2").ok();
+    cluster.run("verify job/2").ok();
+    let status = cluster.run("status --json").ok().json();
+    assert_eq!((&status["catalogue"], &status["epoch"]), (&"n3".into(), &2.into()), "{status}");
 }
 
 #[test]

@@ -8,6 +8,10 @@ mod world;
 mod admission;
 #[path = "cluster/plans.rs"]
 mod plans;
+#[path = "cluster/policy.rs"]
+mod policy;
+#[path = "cluster/rebuild.rs"]
+mod rebuild;
 #[path = "cluster/refused.rs"]
 mod refused;
 #[path = "cluster/removal.rs"]

@@ -5,11 +5,13 @@
 //! a start every lease that the records name counts as alive for one full period, so that a restart of the catalogue takes nothing from anybody.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::map::{DATA, REVISION, SUM, begin, check_sum, entry, number, summand, tenure};
 use super::records::{NODES, parse};
 use super::{
     Catalogue, CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome,
@@ -17,7 +19,7 @@ use super::{
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Node, Record};
-use crate::id::{Epoch, LeaseId, NodeId};
+use crate::id::{Epoch, LeaseId, MapId, NodeId};
 use crate::kind::Kind;
 use crate::store::kv::{Batch, Kv};
 use crate::wire::calls::{NodeView, RegisterAnswer};
@@ -27,17 +29,16 @@ const MAX_LEASES: usize = 65_536;
 /// The most registered nodes.
 const MAX_NODES: usize = 4096;
 
-const REVISION: &[u8] = b"m/revision";
-const SUM: &[u8] = b"m/sum";
-const EPOCH: &[u8] = b"m/epoch";
-const DATA: &str = "k/";
-
 /// The engine.
 pub struct LocalCatalogue {
     kv: Arc<dyn Kv>,
     clock: Arc<dyn Clock>,
     entropy: Arc<dyn Entropy>,
     epoch: Epoch,
+    map: MapId,
+    is_read_only: AtomicBool,
+    /// The last revision that changed a node's record.
+    members: AtomicU64,
     lease: Duration,
     started: Duration,
     written: Mutex<Written>,
@@ -52,25 +53,8 @@ struct Written {
     sum: u128,
 }
 
-fn summand(key: &str, stored: &[u8]) -> u128 {
-    let mut hasher = blake3::Hasher::new_derive_key("rapidraid catalogue sum v1");
-    hasher.update(&(key.len() as u64).to_le_bytes()).update(key.as_bytes()).update(stored);
-    let mut first = [0; 16];
-    hasher.finalize_xof().fill(&mut first);
-    u128::from_be_bytes(first)
-}
-
-fn store_error(error: impl std::fmt::Display) -> CatalogueError {
+pub(super) fn store_error(error: impl std::fmt::Display) -> CatalogueError {
     CatalogueError::Store(error.to_string())
-}
-
-fn number(bytes: Option<Vec<u8>>) -> Option<u64> {
-    bytes.and_then(|bytes| <[u8; 8]>::try_from(bytes).ok()).map(u64::from_be_bytes)
-}
-
-fn entry(bytes: &[u8]) -> Option<Entry> {
-    let (revision, value) = bytes.split_first_chunk::<8>()?;
-    Some(Entry { value: value.to_vec(), revision: u64::from_be_bytes(*revision) })
 }
 
 impl LocalCatalogue {
@@ -83,14 +67,17 @@ impl LocalCatalogue {
         lease: Duration,
         seen: Epoch,
     ) -> Result<Self, CatalogueError> {
-        let found = number(kv.get(EPOCH).map_err(store_error)?);
-        let epoch = match found {
-            Some(epoch) if Epoch(epoch) >= seen => epoch,
+        let (epoch, map) = match tenure(&*kv)? {
+            Some((epoch, map)) if epoch >= seen => (epoch, map),
             None if seen == Epoch::default() => {
-                kv.apply(Batch::new().put(EPOCH, 1u64.to_be_bytes())).map_err(store_error)?;
-                1
+                let map = MapId(entropy.id());
+                begin(&*kv, Epoch(1), map)?;
+                (Epoch(1), map)
             }
-            _ => return Err(CatalogueError::Gone { seen, found: Epoch(found.unwrap_or(0)) }),
+            found => {
+                let found = found.map_or(Epoch::default(), |(epoch, _)| epoch);
+                return Err(CatalogueError::Gone { seen, found });
+            }
         };
         let revision = number(kv.get(REVISION).map_err(store_error)?).unwrap_or(0);
         let sum = check_sum(&*kv)?;
@@ -99,13 +86,40 @@ impl LocalCatalogue {
             kv,
             clock,
             entropy,
-            epoch: Epoch(epoch),
+            epoch,
+            map,
+            is_read_only: AtomicBool::new(false),
+            // Not the last change perhaps, but another number than any before it.
+            members: AtomicU64::new(revision),
             lease,
             started,
             written: Mutex::new(Written { revision, sum }),
             leases: Mutex::default(),
             seen: Mutex::default(),
         })
+    }
+
+    /// Which map it is.
+    pub fn map(&self) -> MapId {
+        self.map
+    }
+
+    /// Whether it answers without changing anything: it has not heard from enough nodes.
+    pub fn is_read_only(&self) -> bool {
+        self.is_read_only.load(Ordering::Acquire)
+    }
+
+    /// Allows changes, or ends them.
+    pub fn set_read_only(&self, is_read_only: bool) {
+        self.is_read_only.store(is_read_only, Ordering::Release);
+    }
+
+    fn refuse_if_read_only(&self) -> Result<(), CatalogueError> {
+        if self.is_read_only() {
+            let message = "the catalogue hears from less than half of the storage nodes and changes nothing: start more of them".to_owned();
+            return Err(CatalogueError::Refused { kind: Kind::Unavailable, message });
+        }
+        Ok(())
     }
 
     fn read(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
@@ -117,31 +131,6 @@ impl LocalCatalogue {
         // Unknown leases are older than our start: they get one full period from there.
         let until = until.copied().unwrap_or(self.started + self.lease);
         self.clock.now() >= until
-    }
-}
-
-/// The sum that the last batch left, if it is the sum of what is there.
-fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
-    let (mut found, mut sum) = (0, 0);
-    let mut after: Option<Vec<u8>> = None;
-    loop {
-        let page =
-            kv.scan(DATA.as_bytes(), after.as_deref(), MAX_PAGE as usize).map_err(store_error)?;
-        for (key, stored) in &page {
-            found += 1;
-            sum ^= summand(&String::from_utf8_lossy(key), stored);
-        }
-        match page.into_iter().next_back() {
-            Some((last, _)) => after = Some(last),
-            None => break,
-        }
-    }
-    let recorded = kv.get(SUM).map_err(store_error)?;
-    let recorded = recorded.and_then(|bytes| <[u8; 16]>::try_from(bytes).ok());
-    if sum == recorded.map_or(0, u128::from_be_bytes) {
-        Ok(sum)
-    } else {
-        Err(CatalogueError::Incomplete { found })
     }
 }
 
@@ -173,6 +162,7 @@ impl Catalogue for LocalCatalogue {
                 limit: MAX_VALUE_BYTES,
             });
         }
+        self.refuse_if_read_only()?;
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         let full_key = format!("{DATA}{key}");
         let before = self.kv.get(full_key.as_bytes()).map_err(store_error)?;
@@ -194,6 +184,9 @@ impl Catalogue for LocalCatalogue {
         };
         self.kv.apply(&batch).map_err(store_error)?;
         *written = Written { revision, sum };
+        if key.starts_with(NODES) {
+            self.members.store(revision, Ordering::Release);
+        }
         Ok(SetOutcome::Set(revision))
     }
 
@@ -220,6 +213,7 @@ impl Catalogue for LocalCatalogue {
     }
 
     async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
+        self.refuse_if_read_only()?;
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.clock.now();
         // Until one period has passed a lease that is not here counts as alive: one that was revoked stays known.
@@ -253,6 +247,7 @@ impl Catalogue for LocalCatalogue {
     }
 
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
+        self.refuse_if_read_only()?;
         let key = format!("{NODES}{}", node.name);
         let id = NodeId::of(&node.name);
         loop {
@@ -280,7 +275,12 @@ impl Catalogue for LocalCatalogue {
         }
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.insert(id, self.clock.now() + self.lease);
-        Ok(RegisterAnswer { epoch: self.epoch, lease_ms: self.lease.as_millis() as u64 })
+        Ok(RegisterAnswer {
+            epoch: self.epoch,
+            map: self.map,
+            members: self.members.load(Ordering::Acquire),
+            lease_ms: self.lease.as_millis() as u64,
+        })
     }
 
     async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {

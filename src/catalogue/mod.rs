@@ -1,10 +1,12 @@
 //! The catalogue: what exists and who may change it. A small ordered map with compare-and-set, leases, and the nodes' registration.
 //!
-//! One trait, several engines: [`local`] over the node's key-value store, [`remote`] for everybody else. What an answer
+//! [`evidence`] is what a lost one is made again from. One trait, several engines: [`local`] over the node's key-value store, [`remote`] for everybody else. What an answer
 //! promises: a set that returned is durable. A set whose answer was lost is unknown: read the key before acting.
 //! The keys and records are those of docs/semantics.md, section 2.
 
+pub mod evidence;
 pub mod local;
+pub mod map;
 pub mod records;
 pub mod remote;
 
@@ -69,7 +71,7 @@ pub enum CatalogueError {
     Store(String),
     /// Entries are missing or changed behind its back.
     #[error(
-        "the catalogue's map lost entries ({found} found, their sum is wrong): nothing was started and nothing is deleted; put its folder back from a backup"
+        "the catalogue's map lost entries ({found} found, their sum is wrong): it is not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
     )]
     Incomplete {
         /// How many entries there are.
@@ -77,7 +79,7 @@ pub enum CatalogueError {
     },
     /// It is not the one that this node's cluster had.
     #[error(
-        "the catalogue's map here is of epoch {found}, this node has seen epoch {seen}: it was lost or is an old one; put its folder back from a backup. Nothing was started and nothing is deleted"
+        "the catalogue's map here is of epoch {found}, this node has seen epoch {seen}: it was lost or is an old one, and is not served; if no other daemon serves the catalogue, make it again with `rapidraid catalogue rebuild`. Nothing is deleted"
     )]
     Gone {
         /// The highest epoch that the node has seen.

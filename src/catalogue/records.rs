@@ -28,6 +28,14 @@ pub fn roots_prefix(save: SaveId) -> String {
     format!("s/{save}/")
 }
 
+/// Prefix of the saves that are to be removed and belong to no step's record.
+pub const ORPHANS: &str = "x/";
+
+/// Key of such a save.
+pub fn orphan_key(save: SaveId) -> String {
+    format!("{ORPHANS}{save}")
+}
+
 /// Key of a shard's root.
 pub fn root_key(save: SaveId, index: u32) -> String {
     format!("s/{save}/{index:08x}")
@@ -70,6 +78,27 @@ pub struct Archiving {
     pub lease: LeaseId,
     /// What was asked for.
     pub options: ArchiveOptions,
+    /// That it has failed and waits; `None` while somebody is at it, and also when he died at it.
+    pub waiting: Option<Waiting>,
+}
+
+/// An archiving that cannot go on now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waiting {
+    /// Failures in a row.
+    pub failures: u32,
+    /// The last one, in words; at most [`MAX_WHY_CHARS`].
+    pub why: String,
+}
+
+/// The longest reason in a record, in characters: with it the record stays far below the longest value.
+pub const MAX_WHY_CHARS: usize = 500;
+
+impl Archiving {
+    /// How often in a row it failed.
+    pub fn failures(&self) -> u32 {
+        self.waiting.as_ref().map_or(0, |waiting| waiting.failures)
+    }
 }
 
 impl Record for Archiving {

@@ -62,6 +62,9 @@ pub enum Command {
     Verify(Named),
     /// Show the nodes: which live, what they hold and use
     Status(Status),
+    /// Make a lost catalogue again
+    #[command(subcommand)]
+    Catalogue(Catalogue),
     /// List, show, search and certify erasure codes
     #[command(subcommand)]
     Code(Code),
@@ -338,6 +341,36 @@ pub struct Rm {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  rapidraid status\n  rapidraid status --json")]
 pub struct Status {
+    /// Where the cluster is.
+    #[command(flatten)]
+    pub connect: Connect,
+}
+
+/// What there is to do with the catalogue.
+#[derive(Debug, Subcommand)]
+pub enum Catalogue {
+    /// Make a lost catalogue again from what the nodes hold
+    Rebuild(Rebuild),
+}
+
+const REBUILD: &str = "\
+Example:
+  rapidraid catalogue rebuild --on 10.0.0.3:7440
+
+Do this when the daemon that served the catalogue is gone for good, or its folder is: `rapidraid status` says so. All storage
+nodes should run; a few may be missing. The daemon at --on serves the catalogue from then on, and the old one stands down
+should it come back. Nothing is deleted on the way. docs/operations.md walks through it.";
+
+/// Options of `catalogue rebuild`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = REBUILD)]
+pub struct Rebuild {
+    /// The daemon that serves the catalogue from now on [default: the first of `seeds` that answers]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub on: Option<String>,
+    /// Go on when too few nodes are reached, or when checkpoints cannot be brought back; what is missing is listed
+    #[arg(long)]
+    pub accept_loss: bool,
     /// Where the cluster is.
     #[command(flatten)]
     pub connect: Connect,

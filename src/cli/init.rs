@@ -246,7 +246,7 @@ fn toml_value(setting: &Setting) -> String {
             let items: Vec<String> = value.split_whitespace().map(quoted).collect();
             format!("[{}]", items.join(", "))
         }
-        ("timeouts" | "disk", _) if value.parse::<i64>().is_ok() => value.to_owned(),
+        ("timeouts" | "disk" | "policy", _) if value.parse::<i64>().is_ok() => value.to_owned(),
         (_, "storage") if value.parse::<bool>().is_ok() => value.to_owned(),
         _ => quoted(value),
     }
@@ -311,10 +311,16 @@ mod tests {
             "c=[fe80::1]:7003",
             "d=10.0.0.1:7004",
         ];
-        let set: Vec<Setting> = ["memory=128MiB", "code.list=6,4 4,2", "timeouts.lease_s=3"]
-            .iter()
-            .map(|w| w.parse().unwrap())
-            .collect();
+        let set: Vec<Setting> = [
+            "memory=128MiB",
+            "code.list=6,4 4,2",
+            "timeouts.lease_s=3",
+            "policy.keep_newest=5",
+            "policy.archive_all_but=never",
+        ]
+        .iter()
+        .map(|w| w.parse().unwrap())
+        .collect();
         let cluster = create(&dir, &nodes(&words), &set).unwrap();
         for node in &cluster.nodes {
             let file = cluster.node_config(&node.name);
@@ -331,6 +337,8 @@ mod tests {
                 (config.memory_bytes, config.codes.len(), config.timeouts.lease.as_secs()),
                 (128 << 20, 2, 3)
             );
+            let rule = config.policy.rule;
+            assert_eq!((rule.archive_all_but, rule.keep_newest), (None, Some(5)));
             assert_eq!(config.serve_catalogue, node.name.as_str() == "a");
             assert!(
                 config.membership.seeds.len() == 3

@@ -4,6 +4,7 @@
 //! so that `--json`, colours, hints and exit codes are decided in one place.
 
 pub mod args;
+mod catalogue;
 mod codes;
 mod connect;
 mod demo;
@@ -14,6 +15,7 @@ mod node;
 pub mod picture;
 pub mod printer;
 pub mod progress;
+mod rules;
 pub mod sample;
 mod save;
 mod status;
@@ -27,7 +29,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZero;
 
-use args::{Args, Cluster, Command};
+use args::{Args, Catalogue, Cluster, Command};
 use printer::{Answer, Failure, Look, Printer};
 
 /// What every command is given: how to speak, and the environment to look things up in.
@@ -68,6 +70,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Show(options) => steps::show(front, options).await,
         Command::Rm(options) => steps::remove(front, options).await,
         Command::Status(options) => status::run(front, options).await,
+        Command::Catalogue(Catalogue::Rebuild(options)) => catalogue::rebuild(front, options).await,
         Command::Code(code) => codes::run(front, code),
     }
 }

@@ -6,7 +6,7 @@ use super::args::Status;
 use super::printer::Answer;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
-use super::{Front, Outcome, connect};
+use super::{Front, Outcome, connect, rules};
 use crate::client::StatusReport;
 use crate::id::PeerName;
 use crate::units::ByteCount;
@@ -63,8 +63,8 @@ fn node_json((view, answer): &(NodeView, Option<NodeStatusAnswer>)) -> Value {
 impl Answer for Nodes {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
-        let fields =
-            json!({ "catalogue": self.0.catalogue, "epoch": self.0.epoch, "nodes": nodes });
+        let fields = json!({ "catalogue": self.0.catalogue, "epoch": self.0.epoch, "nodes": nodes,
+                "policy": self.0.policy.as_ref().map(rules::json) });
         fields.as_object().cloned().unwrap_or_default()
     }
 
@@ -129,6 +129,7 @@ impl Answer for Nodes {
             ByteCount(stored_bytes(report)),
             report.epoch,
         );
+        out.push_str(&report.policy.as_ref().map_or_else(String::new, rules::text));
         if !notes.is_empty() {
             out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "look at:")));
         }

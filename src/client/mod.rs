@@ -43,12 +43,16 @@ use crate::pipeline::workers::Workers;
 use crate::topology::Directory;
 use crate::wire::calls::{
     Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
-    Nodes, Remove, RemoveAnswer, Show, ShowAnswer, StepView, StripeReport,
+    Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer, Show, ShowAnswer, StepView,
+    StripeReport,
 };
+use crate::wire::policy::PolicyAnswer;
 use crate::wire::{Call, NodeAddress};
 
 /// A gateway answers a question within this.
 const CALL_LIMIT: Duration = Duration::from_secs(12);
+/// The nodes' inventories are read whole.
+const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 /// Commit and removal wait for many nodes.
 const LONG_LIMIT: Duration = Duration::from_secs(120);
 /// Rounds over all seeds before a call fails.
@@ -105,6 +109,8 @@ pub struct StatusReport {
     pub catalogue: Option<PeerName>,
     /// The highest epoch that was heard of.
     pub epoch: Epoch,
+    /// The policy that the catalogue's host applies, if it answers.
+    pub policy: Option<PolicyAnswer>,
 }
 
 /// A client of one cluster. Clones share their connections.
@@ -175,7 +181,7 @@ impl Client {
         for seed in &self.inner.seeds {
             asked.push(Box::pin(async move {
                 let to = Address { host_port: seed.clone(), node: None };
-                let hello = self.caller().call_address(&to, &Hello {}).await?;
+                let hello = self.caller().call_address(&to, &Hello { me: None }).await?;
                 Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed.clone() })
             }));
         }
@@ -244,7 +250,20 @@ impl Client {
         }
     }
 
-    /// A committed step (`None`: the latest) with all its shards.
+    /// Has the daemon `on` (by default the first seed that answers) make a lost catalogue again from what the nodes hold, and serve it
+    /// (docs/semantics.md, 8). `accept_loss`: also when fewer nodes are reached than that needs, or roots are missing.
+    pub async fn rebuild_catalogue(
+        &self,
+        on: Option<&Address>,
+        accept_loss: bool,
+    ) -> Result<RebuildAnswer, ClientError> {
+        let call = Rebuild { accept_loss };
+        match on {
+            Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
+            None => self.ask_once(&call, REBUILD_LIMIT).await,
+        }
+    }
+
     async fn find(&self, job: &Job, step: Option<Step>) -> Result<ShowAnswer, ClientError> {
         let call = Show { job: job.clone(), step, first_shard: 0 };
         let mut answer = self.ask(&call).await?;
@@ -323,7 +342,7 @@ impl Client {
     /// The nodes and what they hold.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
         let directory = self.directory().await?;
-        let hello = self.ask(&Hello {}).await?;
+        let hello = self.ask(&Hello { me: None }).await?;
         let asks = directory.views().map(|view| async {
             let to =
                 NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };
@@ -335,8 +354,12 @@ impl Client {
         });
         let mut nodes = futures_util::future::join_all(asks).await;
         nodes.sort_by(|(a, _), (b, _)| a.node.name.cmp(&b.node.name));
+        let policy = match &hello.catalogue {
+            Some(home) => self.caller().call(home, &PolicyStatus {}).await.ok(),
+            None => None,
+        };
         let catalogue = hello.catalogue.map(|home| home.name);
-        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch })
+        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy })
     }
 
     /// Closes all connections.

@@ -74,7 +74,7 @@ pub enum ConfigError {
         /// Where it stands.
         place: Place,
         /// The setting.
-        key: &'static str,
+        key: String,
         /// The value, cut to 80 characters.
         found: String,
         /// What the setting takes.

@@ -103,22 +103,27 @@ impl Value {
     }
 }
 
+/// A setting's key, and the name of the table that stands for the key's `*`, if it has one.
+type InFile = (String, Option<String>);
+
 /// All that was found, by setting.
 #[derive(Debug)]
 pub(super) struct Layers<'a> {
     sources: Sources<'a>,
-    file: BTreeMap<String, (usize, Value)>,
+    file: BTreeMap<InFile, (usize, Value)>,
+    tables: BTreeMap<InFile, usize>,
     known: &'static [&'static str],
 }
 
 impl<'a> Layers<'a> {
-    /// Reads the file's text and refuses settings that are not `known` to `reader`. `elsewhere` are settings of the
-    /// other kind of file, for the message. Variables beyond the known ones are left alone: an orchestrator may set
+    /// Reads the file's text and refuses settings that are not `known` to `reader`; `named` are those with a `*` for the
+    /// name of a table, which only files have. `elsewhere` are settings of the other kind of file, for the message. Variables beyond the known ones are left alone: an orchestrator may set
     /// names like `RAPIDRAID_PORT` for a service of our name.
     pub(super) fn parse(
         sources: Sources<'a>,
         reader: &'static str,
         known: &'static [&'static str],
+        named: &'static [&'static str],
         elsewhere: &'static [&'static str],
     ) -> Result<Self, ConfigError> {
         let (path, text) = (sources.file, sources.text);
@@ -131,27 +136,30 @@ impl<'a> Layers<'a> {
             place: place(error.span().map_or(0, |span| span.start)),
             message: error.message().to_owned(),
         })?;
-        let mut found = Vec::new();
-        flatten("", table.get_ref(), known, &mut found);
-        let unknown = |key: &str, place: Place| ConfigError::Unknown {
+        let mut flat = Flat { known, named, found: Vec::new(), tables: Vec::new() };
+        flat.walk("", None, table.get_ref());
+        let Flat { mut found, tables, .. } = flat;
+        let unknown = |key: &str, table: Option<&str>, place: Place| ConfigError::Unknown {
             place,
-            key: key.to_owned(),
+            key: spelled(key, table),
             reader,
-            expected: expected_instead(key, known, elsewhere),
+            expected: expected_instead(key, if table.is_some() { named } else { known }, elsewhere),
         };
         let mut file = BTreeMap::new();
         // In the order of the text, so that the first mistake is the one that is named.
         found.sort_by_key(|(_, byte, _)| *byte);
         for (key, byte, value) in found {
-            if !known.contains(&key.as_str()) {
-                return Err(unknown(&key, place(byte)));
+            let settings = if key.1.is_some() { named } else { known };
+            if !settings.contains(&key.0.as_str()) {
+                return Err(unknown(&key.0, key.1.as_deref(), place(byte)));
             }
             file.insert(key, (line_of(text, byte), value));
         }
+        let tables = tables.into_iter().map(|(key, byte)| (key, line_of(text, byte))).collect();
         if let Some(key) = sources.options.keys().find(|key| !known.contains(&key.as_str())) {
-            return Err(unknown(key, Place::Option(key.clone())));
+            return Err(unknown(key, None, Place::Option(key.clone())));
         }
-        Ok(Self { sources, file, known })
+        Ok(Self { sources, file, tables, known })
     }
 
     /// The value that wins, and where it stands.
@@ -164,9 +172,16 @@ impl<'a> Layers<'a> {
         if let Some(text) = self.sources.env.get(&variable) {
             return Some((Place::Environment(variable), Value::Bare(text.clone())));
         }
-        let (line, value) = self.file.get(key)?;
-        let path = self.sources.file.to_owned();
-        Some((Place::File { path, line: *line }, value.clone()))
+        self.find_in_file(key, None)
+    }
+
+    fn find_in_file(&self, key: &str, table: Option<&str>) -> Option<(Place, Value)> {
+        let (line, value) = self.file.get(&(key.to_owned(), table.map(str::to_owned)))?;
+        Some((self.line(*line), value.clone()))
+    }
+
+    fn line(&self, line: usize) -> Place {
+        Place::File { path: self.sources.file.to_owned(), line }
     }
 
     /// The setting, if anybody set it. `read` gives None for a value that is not as `expected` says.
@@ -176,9 +191,44 @@ impl<'a> Layers<'a> {
         expected: &'static str,
         read: impl FnOnce(&Value) -> Option<T>,
     ) -> Result<Option<T>, ConfigError> {
-        let Some((place, value)) = self.find(key) else { return Ok(None) };
+        self.get_in(key, None, expected, read)
+    }
+
+    /// The setting of the table `table`, whose name stands for the `*` of `key`.
+    pub(super) fn get_in<T>(
+        &self,
+        key: &'static str,
+        table: Option<&str>,
+        expected: &'static str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let found = match table {
+            None => self.find(key),
+            Some(_) => self.find_in_file(key, table),
+        };
+        let Some((place, value)) = found else { return Ok(None) };
+        let key = spelled(key, table);
         let wrong = || ConfigError::Wrong { place, key, found: value.found(), expected };
         read(&value).map(Some).ok_or_else(wrong)
+    }
+
+    /// The names of the tables in `section`.
+    pub(super) fn tables(&self, section: &str) -> impl Iterator<Item = &str> {
+        let ours = self.tables.keys().filter(move |(of, _)| of == section);
+        ours.filter_map(|(_, name)| name.as_deref())
+    }
+
+    /// The refusal of a table for its name.
+    pub(super) fn wrong_table(
+        &self,
+        section: &str,
+        name: &str,
+        expected: &'static str,
+    ) -> ConfigError {
+        let line = self.tables.get(&(section.to_owned(), Some(name.to_owned())));
+        let found = Value::Text(name.to_owned()).found();
+        let place = self.line(line.copied().unwrap_or(1));
+        ConfigError::Wrong { place, key: section.to_owned(), found, expected }
     }
 
     /// The setting, which has no default.
@@ -207,25 +257,44 @@ pub fn variable_of(key: &str) -> String {
     format!("RAPIDRAID_{}", key.to_ascii_uppercase().replace('.', "_"))
 }
 
-/// Lists the leaves of a table with dotted keys and the place of each. A table under a name that is no section is
-/// listed as such, so that the message names it and not what is inside.
-fn flatten(
-    section: &str,
-    table: &DeTable<'_>,
-    known: &[&str],
-    out: &mut Vec<(String, usize, Value)>,
-) {
-    for (name, value) in table {
-        let key = match section {
-            "" => name.get_ref().clone().into_owned(),
-            section => format!("{section}.{}", name.get_ref()),
-        };
-        let is_section = known.iter().any(|known| {
-            known.strip_prefix(key.as_str()).is_some_and(|rest| rest.starts_with('.'))
-        });
-        match value.get_ref() {
-            DeValue::Table(inner) if is_section => flatten(&key, inner, known, out),
-            other => out.push((key, name.span().start, Value::of(other))),
+/// A key as it is written: with the table's name for the `*`.
+fn spelled(key: &str, table: Option<&str>) -> String {
+    table.map_or_else(|| key.to_owned(), |name| key.replace('*', &format!("{name:?}")))
+}
+
+/// The leaves of a file with dotted keys, and the place of each. A table under a name that is no section is listed as
+/// such, so that the message names it and not what is inside.
+struct Flat {
+    known: &'static [&'static str],
+    named: &'static [&'static str],
+    found: Vec<(InFile, usize, Value)>,
+    tables: Vec<(InFile, usize)>,
+}
+
+impl Flat {
+    fn is_section(&self, key: &str) -> bool {
+        let below =
+            |known: &&str| known.strip_prefix(key).is_some_and(|rest| rest.starts_with('.'));
+        self.known.iter().any(below) || self.named.iter().any(below)
+    }
+
+    fn walk(&mut self, section: &str, of: Option<&str>, table: &DeTable<'_>) {
+        let any = format!("{section}.*");
+        let holds_tables = self.is_section(&any);
+        for (name, value) in table {
+            let (byte, name) = (name.span().start, &**name.get_ref());
+            let key =
+                if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
+            match value.get_ref() {
+                DeValue::Table(inner) if holds_tables => {
+                    self.tables.push(((section.to_owned(), Some(name.to_owned())), byte));
+                    self.walk(&any, Some(name), inner);
+                }
+                DeValue::Table(inner) if self.is_section(&key) => self.walk(&key, of, inner),
+                other => {
+                    self.found.push(((key, of.map(str::to_owned)), byte, Value::of(other)));
+                }
+            }
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod error;
 mod layers;
+mod policy;
 mod value;
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use std::time::Duration;
 pub use error::{ConfigError, Place};
 use layers::Layers;
 pub use layers::{MAX_FILE_BYTES, Sources, variable_of};
+pub use policy::{Fate, Policy, Rule};
 pub use value::{CodeShape, HostPort, LogFormat, LogLevel};
 
 use crate::id::{ClusterId, PeerName};
@@ -46,7 +48,14 @@ pub const NODE_SETTINGS: &[&str] = &[
     "code.block",
     "timeouts.lease_s",
     "disk.high_water",
+    "policy.archive_all_but",
+    "policy.keep_newest",
+    "policy.keep_every",
 ];
+
+/// Every setting of a node's file for a single job: the `*` stands for its name, which is a table's. They have no variables.
+pub const JOB_SETTINGS: [&str; 3] =
+    ["policy.job.*.archive_all_but", "policy.job.*.keep_newest", "policy.job.*.keep_every"];
 
 /// Every setting of a client's file.
 pub const CLIENT_SETTINGS: &[&str] = &["cluster", "name", "certificate", "key", "ca", "seeds"];
@@ -101,6 +110,8 @@ pub struct NodeConfig {
     pub timeouts: Timeouts,
     /// How full the disk may be for new saves, in percent.
     pub high_water_percent: u8,
+    /// What becomes of committed steps; applied by the daemon that serves the catalogue.
+    pub policy: Policy,
 }
 
 /// The time limits of a node.
@@ -137,7 +148,7 @@ impl Membership {
 impl NodeConfig {
     /// Reads a node's configuration.
     pub fn parse(sources: Sources<'_>) -> Result<Self, ConfigError> {
-        let layers = Layers::parse(sources, "a node", NODE_SETTINGS, &[])?;
+        let layers = Layers::parse(sources, "a node", NODE_SETTINGS, &JOB_SETTINGS, &[])?;
         let serve_catalogue = flag(&layers, "catalogue.serve", false)?;
         let seeds = if serve_catalogue {
             let optional = "a list of up to 64 nodes as HOST:PORT";
@@ -187,6 +198,7 @@ impl NodeConfig {
                     u8::try_from(v.integer()?).ok().filter(|percent| (1..=99).contains(percent))
                 })?
                 .unwrap_or(85),
+            policy: Policy::read(&layers)?,
         })
     }
 }
@@ -194,7 +206,7 @@ impl NodeConfig {
 impl ClientConfig {
     /// Reads a client's configuration.
     pub fn parse(sources: Sources<'_>) -> Result<Self, ConfigError> {
-        let layers = Layers::parse(sources, "a client", CLIENT_SETTINGS, NODE_SETTINGS)?;
+        let layers = Layers::parse(sources, "a client", CLIENT_SETTINGS, &[], NODE_SETTINGS)?;
         let seeds = layers.need("seeds", SEEDS, |v| value::seeds(v, 1))?;
         Ok(Self { membership: Membership::read(&layers, seeds)? })
     }

@@ -101,6 +101,34 @@ fn mistakes_are_named_with_place_finding_and_expectation() {
         ),
         ("memory = 99999999999999999999", "is a number beyond 2^63"),
         ("zone = \"a/b\"", "`zone` is \"a/b\"; expected a name"),
+        (
+            "[policy]\narchive_all_but = -1",
+            "etc/rapidraid.toml:6: `policy.archive_all_but` is -1; expected a whole number of steps, or \"never\"",
+        ),
+        ("[policy]\nkeep_newest = 0", "expected a whole number of steps from 1, or \"all\""),
+        (
+            "[policy]\nkeep_newest = \"never\"",
+            "is \"never\"; expected a whole number of steps from",
+        ),
+        ("[policy]\nkeep_every = 0", "expected a whole number from 1, or \"never\""),
+        (
+            "[policy]\nkeep_evry = 1",
+            "`policy.keep_evry`, which a node does not have; expected `policy.keep_every`?",
+        ),
+        (
+            "[policy.job.\"a.b\"]\nkeep_every = 2\nkeep_newest = \"none\"",
+            "etc/rapidraid.toml:7: `policy.job.\"a.b\".keep_newest` is \"none\"; expected",
+        ),
+        (
+            "[policy.job.\"a.b\"]\nkeep_newst = 2",
+            "etc/rapidraid.toml:6: found the setting `policy.job.\"a.b\".keep_newst`, which a node does not have; expected `policy.job.*.keep_newest`?",
+        ),
+        (
+            "[policy.job.\"a/b\"]",
+            "etc/rapidraid.toml:5: `policy.job` is \"a/b\"; expected a job's name",
+        ),
+        ("[policy.job]\nx = 1", "etc/rapidraid.toml:6: found the setting `policy.job.x`"),
+        ("[policy.job.a.b]\nkeep_newest = 1", "found the setting `policy.job.\"a\".b`"),
         ("storage = ", "etc/rapidraid.toml:5: "),
         ("storage = true\nstorage = true", "etc/rapidraid.toml:6: "),
     ];
@@ -122,6 +150,40 @@ fn mistakes_are_named_with_place_finding_and_expectation() {
     assert!(error.len() < 400, "{error}");
     let huge = " ".repeat(MAX_FILE_BYTES + 1);
     assert!(matches!(with(&huge, &[], &[]), Err(ConfigError::TooLong { .. })));
+}
+
+#[test]
+fn a_job_has_rules_of_its_own_and_the_others_of_all() {
+    let rule = |archive_all_but, keep_newest, keep_every| Rule {
+        archive_all_but,
+        keep_newest,
+        keep_every,
+    };
+    let policy = |text: &str, env: &[(&str, &str)]| {
+        with(&format!("{}{text}", minimal()), env, &[]).unwrap().policy
+    };
+    assert_eq!(policy("", &[]), Policy { rule: rule(Some(2), None, None), jobs: BTreeMap::new() });
+    let text = "[policy]\nkeep_newest = 9\nkeep_every = 1000\n[policy.job.\"a.b\"]\narchive_all_but = \"never\"\n\
+        keep_newest = \"all\"\n[policy.job.c]\nkeep_every = \"never\"\n[policy.job.d]\n";
+    let read = policy(text, &[]);
+    let of = |name: &str| read.of(&name.parse().unwrap());
+    assert_eq!(of("other"), rule(Some(2), Some(9), Some(1000)));
+    assert_eq!(of("a.b"), rule(None, None, Some(1000)));
+    assert_eq!(of("c"), rule(Some(2), Some(9), None));
+    assert_eq!(of("d"), read.rule);
+    let env = [
+        ("RAPIDRAID_POLICY_ARCHIVE_ALL_BUT", "never"),
+        ("RAPIDRAID_POLICY_KEEP_NEWEST", "5"),
+        ("RAPIDRAID_POLICY_KEEP_EVERY", "never"),
+    ];
+    let read = policy(text, &env);
+    assert_eq!(read.rule, rule(None, Some(5), None));
+    let many = |count: usize| {
+        let tables = (0..count).map(|at| format!("[policy.job.j{at}]\n"));
+        with(&format!("{}{}", minimal(), tables.collect::<String>()), &[], &[])
+    };
+    assert_eq!(many(256).unwrap().policy.jobs.len(), 256);
+    assert!(many(257).unwrap_err().to_string().contains("at most 256 jobs"));
 }
 
 #[test]
@@ -186,20 +248,25 @@ fn addresses_read_as_the_resolver_takes_them() {
 fn the_page_has_every_setting_and_its_examples_parse() {
     let rows: Vec<&str> =
         PAGE.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
-    let known: Vec<&str> = NODE_SETTINGS.to_vec();
-    assert_eq!(rows, known, "docs/configuration.md lists other settings than NODE_SETTINGS");
-    for key in &known {
+    let known = [NODE_SETTINGS, &JOB_SETTINGS].concat();
+    assert_eq!(
+        rows, known,
+        "docs/configuration.md lists other settings than NODE_SETTINGS and JOB_SETTINGS"
+    );
+    for key in NODE_SETTINGS {
         assert!(PAGE.contains(&format!("`{}`", variable_of(key))), "{key}: its variable");
     }
     let examples: Vec<&str> =
         PAGE.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
-    assert_eq!(examples.len(), 2);
+    assert_eq!(examples.len(), 3);
     let config = with(examples[0], &[], &[]).unwrap();
     let plain = with(&minimal(), &[], &[]).unwrap();
     assert_eq!(config.timeouts, plain.timeouts, "the example shows the defaults");
-    assert_eq!(config.codes, plain.codes);
+    assert_eq!((&config.codes, &config.policy), (&plain.codes, &plain.policy));
     let sizes = |c: &NodeConfig| (c.memory_bytes, c.block_bytes, c.high_water_percent, c.listen);
     assert_eq!(sizes(&config), sizes(&plain));
-    client(examples[1]).unwrap();
+    let rules = with(&(minimal() + examples[1]), &[], &[]).unwrap().policy;
+    assert_eq!((rules.rule.keep_newest, rules.jobs.len()), (Some(20), 2));
+    client(examples[2]).unwrap();
     assert!(PAGE.contains("1 MiB") && MAX_FILE_BYTES as u64 == 1024 * KIB);
 }

@@ -65,6 +65,12 @@ pub enum RecordKind {
     Leaves = 13,
     /// An archiving under way, in the catalogue.
     Archiving = 14,
+    /// A save that is to be removed from all nodes, in the catalogue.
+    Removing = 15,
+    /// The nodes of the cluster, as one of them last heard.
+    Members = 16,
+    /// Removed saves that a node has swept.
+    Graves = 17,
 }
 
 impl fmt::Display for RecordKind {
@@ -84,6 +90,9 @@ impl fmt::Display for RecordKind {
             Self::Epoch => "epoch",
             Self::Leaves => "leaves",
             Self::Archiving => "archiving",
+            Self::Removing => "removing",
+            Self::Members => "members",
+            Self::Graves => "graves",
         })
     }
 }

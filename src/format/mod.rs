@@ -5,6 +5,7 @@
 //! (`docs/format.md`, `tests/fixtures/format`). Where the bytes lie and when they are durable is the
 //! store's affair.
 
+pub mod cluster;
 pub mod envelope;
 pub mod file;
 pub mod geometry;

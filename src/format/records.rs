@@ -7,13 +7,14 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
+pub use super::cluster::{Home, Members, Node, SeenEpoch};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError, StripeCut};
 use crate::code::CodeId;
 use crate::gf::Fingerprint;
 use crate::id::{
-    Attempt, ClusterId, Generation, Job, LeaseId, NodeId, PeerName, SaveId, ShardId, ShardName,
-    Step, StripeId,
+    Attempt, ClusterId, Generation, Job, LeaseId, NodeId, SaveId, ShardId, ShardName, Step,
+    StripeId,
 };
 
 /// The standard layout (design of the paper): position p holds block p and block p-(n-k).
@@ -56,23 +57,10 @@ records!(
     CommitMark,
     Fence,
     Receipt,
-    Tombstone
+    Tombstone,
+    Removing,
+    Members
 );
-
-/// A registered node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Node {
-    /// Its name; [`NodeId::of`] gives its number.
-    pub name: PeerName,
-    /// Where peers and clients reach it, HOST:PORT.
-    pub address: String,
-    /// Failure domain, outermost first; may be empty.
-    pub zone: String,
-    /// Rack within the zone; may be empty.
-    pub rack: String,
-    /// Whether it stores data.
-    pub storage: bool,
-}
 
 /// The mutable record of one step.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -148,6 +136,8 @@ pub enum RemoveReason {
     Deleted,
     /// `save --replace`.
     Superseded,
+    /// The policy: newer steps are enough.
+    Retired,
 }
 
 /// A save whose files go.
@@ -298,11 +288,8 @@ pub enum StripeState {
 impl ShardState {
     /// The state of a shard that nobody has touched since its save.
     pub fn fresh(generation: Generation, stripes: u32) -> Self {
-        let runs = if stripes == 0 {
-            Vec::new()
-        } else {
-            vec![Run { count: stripes, state: StripeState::Replicated }]
-        };
+        let all = Run { count: stripes, state: StripeState::Replicated };
+        let runs = Vec::from_iter((stripes > 0).then_some(all));
         Self { generation, owner: None, deleting: false, runs }
     }
 

@@ -1,35 +1,51 @@
-//! What a node does unasked: it registers and keeps its lease, answers for the catalogue if it hosts it, and the host finishes
-//! removals and saves that were left half done.
+//! What a node does unasked: it registers and keeps its lease, answers for the catalogue if it hosts it, and goes on with
+//! archivings whose coordinator is gone.
 
-use std::collections::HashSet;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
-use super::Node;
 use super::failure::failure;
 use super::gateway::renewal;
-use crate::catalogue::records::{
-    ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
-    parse_checkpoint_key, update,
-};
+use super::waits::grown;
+use super::{MAX_MET, Node};
+use crate::catalogue::local::LocalCatalogue;
+use crate::catalogue::records::{ARCHIVINGS, Archiving, parse, parse_archiving_key};
 use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
-use crate::format::records::{Checkpoint, RemoveReason, Removing, Writing};
-use crate::id::{Job, LeaseId, SaveId, Step};
+use crate::id::LeaseId;
 use crate::kind::Kind;
+use crate::net::{Peer, Role};
 use crate::wire::Failure;
 use crate::wire::calls::{
-    CatalogueGet, CatalogueList, CatalogueSet, HelloAnswer, LeaseRevoke, LeaseTouch,
+    CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseRevoke, LeaseTouch,
     NodeStatusAnswer, Register, RegisterAnswer, SetAnswer,
 };
 
+/// Archivings that one daemon takes over at once.
+const TAKEN_AT_ONCE: usize = 4;
+
+/// An archiving that nobody is at, as this node has met it.
+struct Met {
+    revision: u64,
+    at: Duration,
+}
+
 impl Node {
-    pub(super) async fn hello(&self) -> Result<HelloAnswer, Failure> {
-        let epoch = self.local.as_ref().map_or(self.store.epoch(), |local| local.epoch());
+    pub(super) async fn hello(&self, call: Hello, peer: &Peer) -> Result<HelloAnswer, Failure> {
+        if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
+        {
+            let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+            if met.len() < MAX_MET || met.contains_key(&node.name) {
+                met.insert(node.name.clone(), node);
+            }
+        }
         Ok(HelloAnswer {
             cluster: self.settings.cluster,
             node: self.settings.name.clone(),
-            epoch: epoch.max(self.store.epoch()),
+            epoch: self.store.epoch(),
+            map: self.store.map(),
             catalogue: self.catalogue_home(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         })
@@ -44,7 +60,7 @@ impl Node {
             ("restore", &self.budgets.restore),
             ("control", &self.budgets.control),
         ];
-        let mut notes = Vec::new();
+        let mut notes: Vec<String> = self.hosting.note().into_iter().collect();
         if totals.quarantined > 0 {
             notes.push(format!("{} files are in quarantine", totals.quarantined));
         }
@@ -61,7 +77,7 @@ impl Node {
                 .to_vec(),
             peak_memory_bytes: crate::clock::peak_memory_bytes(),
             segmentation_offload: self.segmentation_offload,
-            catalogue: self.local.is_some(),
+            catalogue: self.hosted_catalogue().is_some(),
             notes,
         })
     }
@@ -69,18 +85,28 @@ impl Node {
     /// Registers, again and again, for as long as the node runs.
     pub(super) async fn keep_registered(self: Arc<Self>) {
         let mut told = false;
+        let mut members = None;
         loop {
             match self.catalogue().register(&self.record()).await {
                 Ok(answer) => {
-                    if let Err(error) =
-                        self.on_store(move |store| store.raise_epoch(answer.epoch)).await
-                    {
-                        tracing::error!(%error, "the catalogue that was found is of an epoch that is over");
+                    let noted =
+                        self.on_store(move |store| store.note_map(answer.epoch, answer.map));
+                    match noted.await {
+                        Ok(()) => self.remote.expect(answer.epoch, answer.map),
+                        Err(error) => {
+                            tracing::error!(%error, "the catalogue that was found is not the cluster's");
+                        }
                     }
                     if !told {
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;
+                    if members != Some((answer.map, answer.members)) {
+                        match self.remember_members().await {
+                            Ok(()) => members = Some((answer.map, answer.members)),
+                            Err(error) => tracing::info!(%error, "the other nodes were not noted"),
+                        }
+                    }
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -94,41 +120,61 @@ impl Node {
 
     /// Looks for work that others left, again and again.
     pub(super) async fn keep_looking(self: Arc<Self>) {
+        let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
+        let mut met = HashMap::new();
         loop {
             self.clock.sleep(renewal(self.settings.lease)).await;
-            if let Err(error) = self.take_over().await {
-                tracing::warn!(%error, "looking for archivings whose coordinator is gone");
+            match self.take_over(&slots, &met).await {
+                Ok(now_met) => met = now_met,
+                Err(error) => {
+                    tracing::warn!(%error, "looking for archivings whose coordinator is gone");
+                }
             }
         }
     }
 
     /// Goes on with archivings whose coordinator's lease is over. Several daemons may try; the compare-and-set lets one through.
-    async fn take_over(self: &Arc<Self>) -> Result<(), Failure> {
+    /// One that failed is left alone for a wait that grows with its failures, counted from when this node met it so.
+    async fn take_over(
+        self: &Arc<Self>,
+        slots: &Arc<Semaphore>,
+        met: &HashMap<String, Met>,
+    ) -> Result<HashMap<String, Met>, Failure> {
         let catalogue = self.catalogue();
+        let mut now_met = HashMap::new();
         for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
             let archiving: Archiving = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_archiving_key(&key) else { continue };
             if catalogue.lease_touch(archiving.lease, false).await? {
                 continue;
             }
+            let now = self.clock.now();
+            let revision = entry.revision;
+            let earlier = met.get(&key).filter(|met| met.revision == revision);
+            let at = earlier.map_or(now, |met| met.at);
+            now_met.insert(key, Met { revision, at });
+            if now < at.saturating_add(grown(self.settings.lease, archiving.failures())) {
+                continue;
+            }
+            let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
             let coordinator = self.coordinator();
             self.spawn(|_| async move {
                 // Nobody watches this one: its events go nowhere.
                 let (events, _) = mpsc::channel(1);
-                match coordinator.archive(&job, step, archiving.options, &events).await {
-                    Ok(()) => tracing::info!(%job, %step, "archived after a take-over"),
+                let found = (archiving, revision);
+                match coordinator.take_over(&job, step, found, &events).await {
+                    Ok(()) => tracing::info!(%job, %step, "a take-over has ended"),
                     Err(error) => tracing::info!(%job, %step, %error, "a take-over did not finish"),
                 }
+                drop(slot);
             });
         }
-        Ok(())
+        Ok(now_met)
     }
 
-    fn hosted(&self) -> Result<&dyn Catalogue, Failure> {
-        match &self.local {
-            Some(local) => Ok(&**local),
-            None => Err(failure(Kind::Unavailable, "this node does not host the catalogue")),
-        }
+    fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
+        self.hosted_catalogue()
+            .ok_or_else(|| failure(Kind::Unavailable, "this node does not host the catalogue"))
     }
 
     pub(super) async fn register(&self, call: Register) -> Result<RegisterAnswer, Failure> {
@@ -172,92 +218,5 @@ impl Node {
 
     pub(super) async fn lease_revoke(&self, call: LeaseRevoke) -> Result<(), Failure> {
         Ok(self.hosted()?.lease_revoke(call.lease).await?)
-    }
-
-    /// The catalogue's host finishes what others left: removals, saves whose client is gone, saves that were decided and not published.
-    pub(super) async fn collect(self: Arc<Self>) {
-        let mut decided = HashSet::new();
-        loop {
-            self.clock.sleep(self.settings.lease).await;
-            if let Err(error) = self.collect_once(&mut decided).await {
-                tracing::warn!(%error, "collecting what was left half done");
-            }
-        }
-    }
-
-    async fn collect_once(self: &Arc<Self>, decided: &mut HashSet<SaveId>) -> Result<(), Failure> {
-        let catalogue = self.catalogue();
-        let mut still = HashSet::new();
-        let mut after: Option<String> = None;
-        loop {
-            let page = catalogue.list(CHECKPOINTS, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { break };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let checkpoint: Checkpoint = parse(key, &entry.value)?;
-                let Some((job, step)) = parse_checkpoint_key(key) else { continue };
-                if let Some(Writing::Decided { saved }) = &checkpoint.writing {
-                    still.insert(saved.save);
-                }
-                // What cannot go on now, because nodes are away, holds up no other step.
-                if let Some(writing) = checkpoint.writing
-                    && let Err(error) = self.collect_save(&job, step, writing, decided).await
-                {
-                    tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
-                }
-                for removing in &checkpoint.removing {
-                    if let Err(error) = self.removal(&job, step, removing).await {
-                        tracing::info!(%job, %step, %error, "a removal goes on later");
-                    }
-                }
-            }
-        }
-        *decided = still;
-        Ok(())
-    }
-
-    async fn collect_save(
-        self: &Arc<Self>,
-        job: &Job,
-        step: Step,
-        writing: Writing,
-        decided: &HashSet<SaveId>,
-    ) -> Result<(), Failure> {
-        let catalogue = self.catalogue();
-        match writing {
-            Writing::Open { save, lease, .. } => {
-                if catalogue.lease_touch(lease, false).await? {
-                    return Ok(());
-                }
-                self.abandon(&*catalogue, job, step, save, lease).await
-            }
-            // Seen twice in a row: its gateway is gone, or is at it; publishing twice does no harm.
-            Writing::Decided { saved } if decided.contains(&saved.save) => {
-                self.publish(job, step, saved).await.map(drop)
-            }
-            Writing::Decided { .. } => Ok(()),
-        }
-    }
-
-    async fn abandon(
-        &self,
-        catalogue: &dyn Catalogue,
-        job: &Job,
-        step: Step,
-        of: SaveId,
-        over: LeaseId,
-    ) -> Result<(), Failure> {
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
-            match checkpoint.writing.take() {
-                Some(Writing::Open { save, generation, lease }) if save == of && lease == over => {
-                    let reason = RemoveReason::Aborted;
-                    checkpoint.removing.push(Removing { save, generation, reason });
-                    Ok(Some(checkpoint))
-                }
-                _ => Ok(None),
-            }
-        };
-        update(catalogue, &checkpoint_key(job, step), change).await?;
-        Ok(())
     }
 }

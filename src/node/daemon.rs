@@ -15,7 +15,9 @@ use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::pipeline::workers::Workers;
-use crate::store::{Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, RealDisk, SledKv, Store, StoreError};
+use crate::store::{
+    Disk, INDEX_DIR, KvError, LOCK_FILE, RealDisk, SledKv, SledMaps, Store, StoreError,
+};
 
 /// The folder of the catalogue's map, in the data folder of the node that hosts it.
 const CATALOGUE_DIR: &str = "catalogue";
@@ -120,13 +122,7 @@ impl Daemon {
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
         let cache_bytes = (config.memory_bytes / 32).min(MAX_INDEX_CACHE_BYTES);
         let (index, _) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes)?;
-        let catalogue_kv: Option<Arc<dyn Kv>> = if config.serve_catalogue {
-            // An empty map in the place of a damaged one is found out by its epoch.
-            let (kv, _) = SledKv::open(&lock, &disk.root().join(CATALOGUE_DIR), cache_bytes)?;
-            Some(Arc::new(kv))
-        } else {
-            None
-        };
+        let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
         let (store, found) = Store::open(
             Arc::new(disk),
             lock,
@@ -152,16 +148,18 @@ impl Daemon {
             zone: config.zone.clone().unwrap_or_default(),
             rack: config.rack.clone().unwrap_or_default(),
             storage: config.storage,
+            begin_catalogue: config.serve_catalogue,
             seeds: membership.seeds.iter().map(ToString::to_string).collect(),
             codes: config.codes.iter().map(|code| (code.n, code.k)).collect(),
             block_bytes: config.block_bytes,
             memory_bytes: config.memory_bytes,
             high_water_percent: config.high_water_percent,
             lease: config.timeouts.lease,
+            policy: config.policy.clone(),
         };
         let parts = NodeParts {
             store,
-            catalogue_kv,
+            maps: Arc::new(maps),
             transport: Arc::new(transport),
             clock,
             entropy: Arc::new(SystemEntropy),

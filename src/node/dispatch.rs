@@ -17,10 +17,11 @@ use crate::kind::Kind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
-    ALL, Abort, Archive, Begin, CatalogueGet, CatalogueList, CatalogueSet, Commit, Drop, Fetch,
-    GetRecord, GetState, Hello, Inspect, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
-    NodeStatus, Nodes, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read,
-    Register, Release, Remove, Reserve, Run, Seal, Show, Suspect, Sweep,
+    ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, Claim, Commit,
+    Drop, Fetch, GetRecord, GetState, Hello, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke,
+    LeaseTouch, List, Members, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark, PutPlaces,
+    PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove, Reserve, Run,
+    Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -225,7 +226,11 @@ impl Node {
             };
         }
         match number {
-            Hello::NUMBER => reply!(Hello => |_| self.hello()),
+            Hello::NUMBER => {
+                let peer = served.peer.clone();
+                let peer = &peer;
+                reply!(Hello => |call| self.hello(call, peer))
+            }
             Begin::NUMBER => reply!(Begin => |call| self.begin(call)),
             Keep::NUMBER => reply!(Keep => |call| self.keep(call)),
             Seal::NUMBER => reply!(Seal => |call| self.seal(call)),
@@ -237,6 +242,7 @@ impl Node {
             GetState::NUMBER => reply!(GetState => |call| self.get_state(call)),
             Nodes::NUMBER => reply!(Nodes => |_| self.nodes()),
             NodeStatus::NUMBER => reply!(NodeStatus => |_| self.status()),
+            PolicyStatus::NUMBER => reply!(PolicyStatus => |call| self.policy_status(call)),
             PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
             GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
             Inspect::NUMBER => reply!(Inspect => |call| self.inspect(call)),
@@ -258,6 +264,11 @@ impl Node {
             Fetch::NUMBER => reply!(Fetch => |call| self.fetch(call)),
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
             Sweep::NUMBER => reply!(Sweep => |call| self.sweep(call)),
+            Rebuild::NUMBER => reply!(Rebuild => |call| self.rebuild(call)),
+            Claim::NUMBER => reply!(Claim => |call| self.claim(call)),
+            Members::NUMBER => reply!(Members => |_| self.members()),
+            Buried::NUMBER => reply!(Buried => |call| self.is_tombstoned(call.save)),
+            Inventory::NUMBER => reply!(Inventory => |call| self.inventory(call)),
             Archive::NUMBER => self.archive(request, served).await,
             PutBlock::NUMBER => self.put_block(request, served).await,
             Read::NUMBER => self.read(request, served).await,

@@ -330,7 +330,7 @@ impl Node {
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let (name, cluster) = (root.name.clone(), self.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
-        let call = PutMark { bytes: mark.to_bytes()? };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch: self.catalogue().epoch() };
         let mut puts = stream::iter(ring)
             .map(|node| {
                 let call = &call;
@@ -378,27 +378,36 @@ impl Node {
     }
 
     pub(super) async fn remove(self: &Arc<Self>, call: Remove) -> Result<RemoveAnswer, Failure> {
-        let mut entry = None;
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
-            let saved =
-                checkpoint.committed.take().ok_or_else(|| not_committed(&call.job, call.step))?;
-            let removing = Removing {
-                save: saved.save,
-                generation: saved.generation,
-                reason: RemoveReason::Deleted,
-            };
-            checkpoint.removing.push(removing.clone());
-            entry = Some(removing);
-            Ok(Some(checkpoint))
-        };
-        update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
+        let entry = self.unpublish(&call.job, call.step, None, RemoveReason::Deleted).await?;
         let entry = entry.ok_or_else(|| not_committed(&call.job, call.step))?;
         let node = self.clone();
         let work =
             self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
-        work.await.map_err(|_| {
+        let removed = work.await.map_err(|_| {
             failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later")
-        })?
+        })?;
+        Ok(removed?.answer)
+    }
+
+    /// Takes what is committed out of sight, by one compare-and-set: from now on it is being removed. With `of` only that save.
+    pub(super) async fn unpublish(
+        &self,
+        job: &Job,
+        step: Step,
+        of: Option<SaveId>,
+        reason: RemoveReason,
+    ) -> Result<Option<Removing>, Failure> {
+        let mut entry = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            let wanted = |saved: &mut Saved| of.is_none_or(|of| saved.save == of);
+            let Some(saved) = checkpoint.committed.take_if(wanted) else { return Ok(None) };
+            let (save, generation) = (saved.save, saved.generation);
+            entry = Some(Removing { save, generation, reason });
+            checkpoint.removing.extend(entry.clone());
+            Ok(Some(checkpoint))
+        };
+        update(&*self.catalogue(), &checkpoint_key(job, step), change).await?;
+        Ok(entry)
     }
 
     pub(super) async fn list(&self, call: List) -> Result<ListAnswer, Failure> {

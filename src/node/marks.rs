@@ -7,7 +7,7 @@ use super::failure::failure;
 use crate::format::records::{Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::Kind;
-use crate::store::{Scope, Store};
+use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
 
 /// Small records of a shard or stripe, by name.
@@ -16,6 +16,8 @@ pub(super) const MARK: &str = "commit";
 pub(super) const FENCE: &str = "fence";
 pub(super) const RECORD: &str = "record";
 pub(super) const TOMBSTONE: &str = "tombstone";
+/// What names of receipts begin with.
+pub(super) const RECEIPT_PREFIX: &str = "receipt-";
 
 /// Where records about a save as a whole are filed.
 pub(super) fn save_scope(save: SaveId) -> Scope {
@@ -24,19 +26,18 @@ pub(super) fn save_scope(save: SaveId) -> Scope {
 
 /// Name of a receipt.
 pub(super) fn receipt_name(attempt: crate::id::Attempt) -> String {
-    format!("receipt-{attempt}")
+    format!("{RECEIPT_PREFIX}{attempt}")
 }
 
 impl Node {
-    /// Whether the save was aborted, deleted or superseded here.
+    /// Whether the save was aborted, deleted, superseded or retired, as far as this node was told.
     pub(super) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, Failure> {
         if let Some(known) = self.cached_tombstone(save) {
             return Ok(known);
         }
-        let found =
-            self.on_store(move |store| store.get_small(save_scope(save), TOMBSTONE)).await?;
-        self.cache_tombstone(save, found.is_some());
-        Ok(found.is_some())
+        let found = self.on_store(move |store| is_buried(store, save)).await?;
+        self.cache_tombstone(save, found);
+        Ok(found)
     }
 
     /// Refuses what comes too late for the save, or from an epoch that is over.
@@ -46,7 +47,7 @@ impl Node {
         generation: Generation,
     ) -> Result<(), Failure> {
         if self.is_tombstoned(shard.save()).await? {
-            let gone = format!("save {} was aborted, deleted or superseded", shard.save());
+            let gone = format!("save {} was aborted, removed or superseded", shard.save());
             return Err(failure(Kind::Fenced, gone));
         }
         self.on_store(move |store| store.raise_epoch(generation.epoch)).await
@@ -144,6 +145,11 @@ fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Fail
     }
     store.put_small(scope, FENCE, &next.to_bytes()?)?;
     Ok(next)
+}
+
+/// Whether the save has a tombstone, or the grave that it left when its files were swept.
+fn is_buried(store: &Store, save: SaveId) -> Result<bool, StoreError> {
+    Ok(store.get_small(save_scope(save), TOMBSTONE)?.is_some() || store.is_entombed(save)?)
 }
 
 /// Parses a tombstone of this cluster.

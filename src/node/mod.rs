@@ -4,21 +4,32 @@
 //! Any node is a gateway: a client may ask any of them for anything.
 
 mod blocks;
+mod census;
+mod collect;
 mod custody;
 mod daemon;
 mod dispatch;
 mod failure;
 mod gateway;
+mod hosting;
+mod inventory;
 mod marks;
+mod orphans;
+mod policy;
+mod rebuild;
 mod records;
 mod removal;
+mod waits;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+
+use hosting::Hosting;
 
 pub use daemon::{Daemon, NodeError};
 
@@ -27,6 +38,7 @@ use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::remote::RemoteCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::clock::Clock;
+use crate::config::Policy;
 use crate::entropy::Entropy;
 use crate::format::records::{self as formats, Fence};
 use crate::id::{ClusterId, NodeId, PeerName, SaveId, ShardId};
@@ -36,11 +48,13 @@ use crate::net::pool::Pool;
 use crate::pipeline::archive::Coordinator;
 use crate::pipeline::run::Runs;
 use crate::pipeline::workers::Workers;
-use crate::store::{Kv, Store};
+use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
 
 /// An answer to a call comes within this, apart from those that move bulk bytes.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
+/// The most nodes that are remembered because they introduced themselves.
+const MAX_MET: usize = 4096;
 /// The most tombstones that are kept in memory; older ones are looked up on disk.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
 
@@ -59,6 +73,8 @@ pub struct NodeSettings {
     pub rack: String,
     /// Whether it stores data; a node that does not is a gateway, and may host the catalogue.
     pub storage: bool,
+    /// Whether it begins a catalogue when its data folder is new.
+    pub begin_catalogue: bool,
     /// Other daemons that know where the catalogue is.
     pub seeds: Vec<String>,
     /// Codes that a save may take, in order of preference: (n, k).
@@ -71,14 +87,16 @@ pub struct NodeSettings {
     pub high_water_percent: u8,
     /// How long leases live; liveness, too.
     pub lease: Duration,
+    /// What becomes of committed steps, when this node hosts the catalogue.
+    pub policy: Policy,
 }
 
 /// What a node runs on.
 pub struct NodeParts {
     /// Its data folder.
     pub store: Store,
-    /// The catalogue's map, when this node hosts it.
-    pub catalogue_kv: Option<Arc<dyn Kv>>,
+    /// Where the catalogue's map is, or would be.
+    pub maps: Arc<dyn Maps>,
     /// The network.
     pub transport: Arc<dyn Transport>,
     /// Time.
@@ -120,6 +138,16 @@ fn save_share_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / 4
 }
 
+fn record_of(settings: &NodeSettings) -> formats::Node {
+    formats::Node {
+        name: settings.name.clone(),
+        address: settings.advertise.clone(),
+        zone: settings.zone.clone(),
+        rack: settings.rack.clone(),
+        storage: settings.storage,
+    }
+}
+
 /// A node.
 pub struct Node {
     settings: NodeSettings,
@@ -130,13 +158,17 @@ pub struct Node {
     entropy: Arc<dyn Entropy>,
     workers: Workers,
     caller: Arc<Caller>,
-    local: Option<Arc<LocalCatalogue>>,
-    remote: Option<Arc<RemoteCatalogue>>,
+    hosting: Hosting,
+    remote: Arc<RemoteCatalogue>,
     budgets: Budgets,
     runs: Runs,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
     sweeping: Arc<Mutex<HashSet<SaveId>>>,
+    rebuilding: tokio::sync::Mutex<()>,
+    /// Nodes that introduced themselves.
+    met: Mutex<BTreeMap<PeerName, formats::Node>>,
+    policy: Mutex<policy::Desk>,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -145,29 +177,30 @@ pub struct Node {
 impl Node {
     /// Starts a node: it serves, registers, and keeps its lease until it is stopped.
     pub fn start(settings: NodeSettings, parts: NodeParts) -> Result<Arc<Self>, CatalogueError> {
-        let NodeParts {
-            store,
-            catalogue_kv,
-            transport,
-            clock,
-            entropy,
-            workers,
-            segmentation_offload,
-        } = parts;
+        let NodeParts { store, maps, transport, clock, entropy, workers, segmentation_offload } =
+            parts;
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock.clone(), CALL_LIMIT);
-        let local = match catalogue_kv {
-            Some(kv) => {
-                let (clock, entropy) = (clock.clone(), entropy.clone());
-                let seen = store.epoch();
-                Some(Arc::new(LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)?))
-            }
-            None => None,
+        let seen = store.epoch();
+        let open = |kv| {
+            let (clock, entropy) = (clock.clone(), entropy.clone());
+            LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)
         };
-        let remote = match local {
-            Some(_) => None,
-            None => Some(Arc::new(RemoteCatalogue::new(caller.clone(), settings.seeds.clone()))),
-        };
+        let hosting = Hosting::start(maps, settings.begin_catalogue, seen, &open)?;
+        let remote = Arc::new(RemoteCatalogue::new(
+            caller.clone(),
+            record_of(&settings),
+            settings.seeds.clone(),
+        ));
+        if let Some(map) = store.map() {
+            remote.expect(seen, map);
+        }
+        if let Some(home) = store.home() {
+            remote.know([NodeAddress { name: home.name, host_port: home.address }]);
+        }
+        // Members are a help, not a need: a record that does not open is made again.
+        let members = store.members().unwrap_or_default().nodes.into_iter();
+        remote.know(members.map(|node| NodeAddress { name: node.name, host_port: node.address }));
         let budgets = Budgets::new(settings.memory_bytes);
         let runs = Runs::new(
             store.clone(),
@@ -176,6 +209,7 @@ impl Node {
             clock.clone(),
             budgets.archive.clone(),
         );
+        let policy = policy::Desk::new(settings.lease);
         let node = Arc::new(Self {
             id: NodeId::of(&settings.name),
             settings,
@@ -185,13 +219,16 @@ impl Node {
             entropy,
             workers,
             caller,
-            local,
+            hosting,
             remote,
             budgets,
             runs,
             fences: Mutex::default(),
             tombstones: Mutex::default(),
             sweeping: Arc::default(),
+            rebuilding: tokio::sync::Mutex::default(),
+            met: Mutex::default(),
+            policy,
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -199,14 +236,13 @@ impl Node {
         node.spawn(Self::accept);
         node.spawn(Self::keep_registered);
         node.spawn(Self::keep_looking);
-        if node.local.is_some() {
-            node.spawn(Self::collect);
-        }
+        node.spawn(Self::keep_hosting);
+        node.spawn(Self::collect);
         Ok(node)
     }
 
     /// Runs `work` until it ends or the node stops.
-    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F)
+    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -218,7 +254,7 @@ impl Node {
                 () = stop.cancelled() => {}
                 () = work => {}
             }
-        });
+        })
     }
 
     /// Stops serving, lets go of what runs, and closes the transport. Files that were being written are not there afterwards.
@@ -244,6 +280,11 @@ impl Node {
         &self.store
     }
 
+    /// Whether it serves the catalogue.
+    pub fn serves(&self) -> bool {
+        self.hosted_catalogue().is_some_and(|local| !local.is_read_only())
+    }
+
     /// Bytes in use of each memory share: zero when nothing runs.
     pub fn memory_in_use(&self) -> [u64; 4] {
         let Budgets { archive, save, restore, control } = &self.budgets;
@@ -251,19 +292,23 @@ impl Node {
     }
 
     fn catalogue(&self) -> Arc<dyn Catalogue> {
-        match (&self.local, &self.remote) {
-            (Some(local), _) => local.clone(),
-            (None, Some(remote)) => remote.clone(),
-            (None, None) => unreachable!("start makes one of them"),
+        match self.hosted_catalogue() {
+            Some(local) => local,
+            None => self.remote.clone(),
         }
+    }
+
+    /// The catalogue, if it is served here.
+    fn hosted_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
+        self.hosting.home(&self.store)
     }
 
     /// Where this node believes the catalogue to be.
     fn catalogue_home(&self) -> Option<NodeAddress> {
-        if self.local.is_some() {
+        if self.hosted_catalogue().is_some() {
             return Some(self.address());
         }
-        self.remote.as_ref().and_then(|remote| remote.home())
+        self.remote.home(self.store.epoch())
     }
 
     fn address(&self) -> NodeAddress {
@@ -271,13 +316,7 @@ impl Node {
     }
 
     fn record(&self) -> formats::Node {
-        formats::Node {
-            name: self.settings.name.clone(),
-            address: self.settings.advertise.clone(),
-            zone: self.settings.zone.clone(),
-            rack: self.settings.rack.clone(),
-            storage: self.settings.storage,
-        }
+        record_of(&self.settings)
     }
 
     fn coordinator(&self) -> Coordinator {

@@ -7,10 +7,10 @@ use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{Content, FileKey};
 use crate::format::records::{
-    CommitMark, Leaves, PieceForm, Receipt, Record, ShardState, StripeFixed, StripeRecord,
-    StripeState,
+    CommitMark, Leaves, PieceForm, Receipt, Record, RemoveReason, ShardState, StripeFixed,
+    StripeRecord, StripeState,
 };
-use crate::id::{NodeId, ShardId, StripeId};
+use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
 use crate::kind::Kind;
 use crate::store::{Scope, Store};
 use crate::wire::Failure;
@@ -18,6 +18,9 @@ use crate::wire::calls::{
     Drop, DropAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone,
     RecordName,
 };
+
+/// Shards listed at a time.
+const SHARDS_PER_PAGE: usize = 1024;
 
 fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
     let stripe = |index| Scope::Stripe(StripeId { shard, index });
@@ -95,8 +98,13 @@ impl Node {
             return Err(failure(Kind::Denied, "a mark of another cluster or save"));
         }
         let shard = mark.root.shard;
-        self.admit_save(shard, mark.saved.generation).await?;
-        self.on_store(move |store| store.put_small(Scope::Shard(shard), MARK, &call.bytes)).await?;
+        self.admit_save(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
+        self.on_store(move |store| {
+            store.put_small(Scope::Shard(shard), MARK, &call.bytes)?;
+            // A claim may have come in between; its rebuild may not have seen this.
+            store.raise_epoch(call.epoch)
+        })
+        .await?;
         self.still_wanted(shard.save()).await
     }
 
@@ -111,9 +119,8 @@ impl Node {
         self.on_store(move |store| {
             check_pieces(store, me, &receipt)?;
             let scope = Scope::Stripe(receipt.stripe);
-            store
-                .put_small(scope, &receipt_name(receipt.attempt), &call.bytes)
-                .map_err(Failure::from)
+            store.put_small(scope, &receipt_name(receipt.attempt), &call.bytes)?;
+            store.raise_epoch(call.owner.epoch).map_err(Failure::from)
         })
         .await?;
         self.still_wanted(save).await
@@ -123,8 +130,19 @@ impl Node {
         let tombstone = tombstone(self, &call.bytes)?;
         let save = tombstone.save;
         self.on_store(move |store| {
-            store.raise_epoch(tombstone.generation.epoch)?;
-            store.put_small(save_scope(save), TOMBSTONE, &call.bytes)
+            let epoch = tombstone.generation.epoch;
+            store.raise_epoch(epoch)?;
+            // Its grave says the same, and its files are gone.
+            if store.is_entombed(save)? {
+                return Ok(());
+            }
+            // What was decided is never aborted: who says so has an old catalogue.
+            if tombstone.reason == RemoveReason::Aborted && has_mark(store, save)? {
+                let text = format!("save {save} has a commit mark here: it was not aborted");
+                return Err(failure(Kind::Denied, text));
+            }
+            store.put_small(save_scope(save), TOMBSTONE, &call.bytes)?;
+            store.raise_epoch(epoch).map_err(Failure::from)
         })
         .await?;
         self.cache_tombstone(save, true);
@@ -170,6 +188,27 @@ impl Node {
             drop_files(store, me, &receipt)
         })
         .await
+    }
+}
+
+/// Whether a commit mark of any shard of `save` is here.
+fn has_mark(store: &Store, save: SaveId) -> Result<bool, Failure> {
+    let first = u128::from_be_bytes(ShardId::new(save, 0).0);
+    let mut after = first.checked_sub(1).map(|before| ShardId(before.to_be_bytes()));
+    loop {
+        let page = store.list_shards(after, SHARDS_PER_PAGE)?;
+        for shard in &page {
+            if shard.save() != save {
+                return Ok(false);
+            }
+            if store.get_small(Scope::Shard(*shard), MARK)?.is_some() {
+                return Ok(true);
+            }
+        }
+        match page.last() {
+            Some(last) => after = Some(*last),
+            None => return Ok(false),
+        }
     }
 }
 

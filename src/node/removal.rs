@@ -1,7 +1,8 @@
-//! Removing saves that were deleted, aborted or superseded: fence the shards, tombstone, sweep, forget
+//! Removing saves that were deleted, aborted, superseded or retired: fence the shards, tombstone, sweep, forget
 //! (docs/semantics.md, 5).
 
-use std::sync::{Arc, PoisonError};
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -9,6 +10,7 @@ use futures_util::stream;
 
 use super::Node;
 use super::failure::failure;
+use super::hosting::tolerated;
 use super::marks::{TOMBSTONE, save_scope};
 use crate::catalogue::records::{
     Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
@@ -34,6 +36,14 @@ const AT_ONCE: usize = 32;
 /// Shards or stripes listed at a time.
 const PAGE: usize = 1024;
 
+/// How far a removal came.
+pub(super) struct Removed {
+    /// For whoever asked.
+    pub(super) answer: RemoveAnswer,
+    /// All nodes have swept, and the catalogue has forgotten the save.
+    pub(super) is_complete: bool,
+}
+
 impl Node {
     /// Carries one removal as far as it goes now. Safe to repeat.
     pub(super) async fn removal(
@@ -41,6 +51,30 @@ impl Node {
         job: &Job,
         step: Step,
         entry: &Removing,
+    ) -> Result<Removed, Failure> {
+        let what = format!("{job}/{step}");
+        let answer = self.bury(&what, entry, usize::MAX).await?;
+        let is_complete = answer.waiting.is_empty();
+        if is_complete {
+            self.forget(&*self.catalogue(), job, step, entry).await?;
+        }
+        Ok(Removed { answer, is_complete })
+    }
+
+    /// Removes a save that belongs to no step's record, as far as it goes now; `true` when it is gone from all nodes.
+    pub(super) async fn removal_of_orphan(&self, entry: &Removing) -> Result<bool, Failure> {
+        // Its roots are not known: tombstones must be where a later rebuild finds one.
+        let tolerated = tolerated(self.settings.codes.iter().copied());
+        let answer = self.bury(&format!("save {}", entry.save), entry, tolerated).await?;
+        Ok(answer.waiting.is_empty())
+    }
+
+    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
+    async fn bury(
+        &self,
+        what: &str,
+        entry: &Removing,
+        tolerated_without_roots: usize,
     ) -> Result<RemoveAnswer, Failure> {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
@@ -58,25 +92,26 @@ impl Node {
         let nodes = directory.storage();
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
         let marked = self.ask_all(&directory, &nodes, &call).await;
-        let missed: Vec<NodeId> =
-            nodes.iter().copied().filter(|node| !marked.contains(node)).collect();
-        let tolerated =
-            roots.iter().map(|root| usize::from(root.k) - 1).min().unwrap_or(usize::MAX);
-        let waiting =
-            missed.iter().filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>();
-        if missed.len() > tolerated {
-            let names: Vec<&str> = waiting.iter().map(|name| name.as_str()).collect();
+        let without = |done: &[NodeId]| {
+            let missing = nodes.iter().filter(|node| !done.contains(node));
+            missing.filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>()
+        };
+        let missed = without(&marked);
+        let may_miss = roots
+            .iter()
+            .map(|root| usize::from(root.k) - 1)
+            .min()
+            .unwrap_or(tolerated_without_roots);
+        if missed.len() > may_miss {
+            let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
             let text = format!(
-                "{job}/{step} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
+                "{what} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
                 names.join(", ")
             );
             return Err(failure(Kind::Unavailable, text));
         }
         let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
-        if swept.len() == nodes.len() {
-            self.forget(&*catalogue, job, step, entry).await?;
-        }
-        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
+        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting: without(&swept) })
     }
 
     /// Those of `nodes` that did as `call` says.
@@ -149,21 +184,22 @@ impl Node {
 
     /// The sweep itself; the caller has seen the tombstone. One at a time per save: a long one is waited for by asking again.
     pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
-        let sweeping = self.sweeping.clone();
         let mut waits = 0;
-        while !sweeping.lock().unwrap_or_else(PoisonError::into_inner).insert(save) {
-            waits += 1;
-            if waits > SWEEP_WAITS {
-                let text = format!("save {save} is being swept here: ask again");
-                return Err(failure(Kind::Busy, text));
+        let mark = loop {
+            match Sweeping::begin(&self.sweeping, save) {
+                Some(mark) => break mark,
+                None if waits == SWEEP_WAITS => {
+                    let text = format!("save {save} is being swept here: ask again");
+                    return Err(failure(Kind::Busy, text));
+                }
+                None => waits += 1,
             }
             self.clock.sleep(SWEEP_WAIT).await;
-        }
-        // The mark goes with the job, which runs on when nobody waits for it any more.
+        };
+        // The mark goes with the job, which runs on when nobody waits for it any more, or with the wait for its turn.
         self.on_store(move |store| {
-            let swept = sweep_files(store, save);
-            sweeping.lock().unwrap_or_else(PoisonError::into_inner).remove(&save);
-            swept
+            let _mark = mark;
+            sweep_files(store, save)
         })
         .await
     }
@@ -187,6 +223,26 @@ impl Node {
     }
 }
 
+/// The mark that a save is being swept.
+struct Sweeping {
+    all: Arc<Mutex<HashSet<SaveId>>>,
+    save: SaveId,
+}
+
+impl Sweeping {
+    /// `None`: it has the mark.
+    fn begin(all: &Arc<Mutex<HashSet<SaveId>>>, save: SaveId) -> Option<Self> {
+        let is_new = all.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
+        is_new.then(|| Self { all: all.clone(), save })
+    }
+}
+
+impl std::ops::Drop for Sweeping {
+    fn drop(&mut self) {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.save);
+    }
+}
+
 /// Fences a shard for good; answers with its last generation.
 async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generation, Failure> {
     let key = state_key(shard);
@@ -207,8 +263,9 @@ async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generati
 }
 
 fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
-    // The tombstone must be durable here: it is the evidence.
-    if store.get_small(save_scope(save), TOMBSTONE)?.is_none() {
+    // The tombstone, or the grave that it left, must be durable here: it is the evidence.
+    let has_tombstone = store.get_small(save_scope(save), TOMBSTONE)?.is_some();
+    if !has_tombstone && !store.is_entombed(save)? {
         return Err(failure(Kind::Denied, format!("no tombstone of save {save} is here")));
     }
     let mut bytes = 0;
@@ -217,12 +274,17 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     loop {
         let page = store.list_shards(after, PAGE)?;
         let ours: Vec<ShardId> = page.into_iter().filter(|shard| shard.save() == save).collect();
-        let Some(last) = ours.last() else { return Ok(bytes) };
+        let Some(last) = ours.last() else { break };
         after = Some(*last);
         for shard in ours.into_iter().filter(|shard| *shard != ShardId::new(save, u32::MAX)) {
             bytes += sweep_shard(store, shard)?;
         }
     }
+    // Nothing is left to remove. The fence stays, in its small form; the tombstone goes when that is durable.
+    if has_tombstone && store.entomb(save)? {
+        store.remove_small(save_scope(save), TOMBSTONE)?;
+    }
+    Ok(bytes)
 }
 
 fn sweep_shard(store: &Store, shard: ShardId) -> Result<u64, Failure> {

@@ -104,7 +104,7 @@ pub struct DiskEntry {
 /// How large the disk is and how much of it can still be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Space {
-    /// All of it.
+    /// What is used and what is free for us.
     pub total_bytes: u64,
     /// What is free for us.
     pub free_bytes: u64,

@@ -1,8 +1,8 @@
-//! The data folder itself: whose it is, its lock, its epoch, its files.
+//! The data folder itself: whose it is, its lock, its files.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,8 @@ use super::stored_file::StoredFile;
 use crate::format::FormatError;
 use crate::format::envelope::{RecordKind, open_record, seal_record};
 use crate::format::file::FileKey;
-use crate::id::{ClusterId, Epoch, NodeId, PeerName, ShardId, StripeId};
+use crate::format::records::SeenEpoch;
+use crate::id::{ClusterId, NodeId, PeerName, ShardId, StripeId};
 
 /// The name of the lock file: [`Disk::lock`] it before anything else in the folder is opened.
 pub const LOCK_FILE: &str = "lock";
@@ -26,7 +27,7 @@ pub const LOCK_FILE: &str = "lock";
 pub const INDEX_DIR: &str = "index";
 
 const IDENTITY: &str = "node.id";
-const EPOCH: &str = "epoch";
+pub(super) const EPOCH: &str = "epoch";
 /// The layout of the folder.
 const FOLDER_FORMAT: u8 = 1;
 
@@ -50,8 +51,9 @@ struct Inner {
     index: Index,
     cluster: ClusterId,
     node: NodeId,
-    epoch: Mutex<Epoch>,
+    seen: Mutex<SeenEpoch>,
     next_quarantine: AtomicU64,
+    graves: Mutex<()>,
     _lock: DiskLock,
 }
 
@@ -90,14 +92,15 @@ impl Store {
             disk,
             cluster,
             node: NodeId::of(name),
-            epoch: Mutex::default(),
+            seen: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
+            graves: Mutex::default(),
             _lock: lock,
         };
         let store = Self { inner: Arc::new(inner) };
         store.check_identity(&identity)?;
-        if let Some(epoch) = store.get_sealed(EPOCH, RecordKind::Epoch)? {
-            *store.epoch_cell() = epoch;
+        if let Some(seen) = store.get_sealed(EPOCH, RecordKind::Epoch)? {
+            *store.seen() = seen;
         }
         let reconciled = store.reconcile()?;
         Ok((store, reconciled))
@@ -142,7 +145,7 @@ impl Store {
         Ok(())
     }
 
-    fn get_sealed<T: for<'a> Deserialize<'a>>(
+    pub(super) fn get_sealed<T: for<'a> Deserialize<'a>>(
         &self,
         path: &str,
         kind: RecordKind,
@@ -152,7 +155,7 @@ impl Store {
         record.map(Some).map_err(|source| StoreError::Format { path: path.to_owned(), source })
     }
 
-    fn put_sealed<T: Serialize>(
+    pub(super) fn put_sealed<T: Serialize>(
         &self,
         path: &str,
         kind: RecordKind,
@@ -161,6 +164,10 @@ impl Store {
         let bytes = seal_record(kind, 1, body)
             .map_err(|source| StoreError::Format { path: path.to_owned(), source })?;
         self.put_record(path, &bytes).map(drop)
+    }
+
+    pub(super) fn seen(&self) -> MutexGuard<'_, SeenEpoch> {
+        self.inner.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn disk(&self) -> &dyn Disk {
@@ -175,6 +182,11 @@ impl Store {
         &self.inner.index
     }
 
+    /// Held over a change of graves.
+    pub(super) fn graves(&self) -> &Mutex<()> {
+        &self.inner.graves
+    }
+
     pub(super) fn next_quarantine(&self) -> &AtomicU64 {
         &self.inner.next_quarantine
     }
@@ -187,28 +199,6 @@ impl Store {
     /// The node that the folder belongs to.
     pub fn node(&self) -> NodeId {
         self.inner.node
-    }
-
-    fn epoch_cell(&self) -> std::sync::MutexGuard<'_, Epoch> {
-        self.inner.epoch.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The highest catalogue epoch that this node has seen.
-    pub fn epoch(&self) -> Epoch {
-        *self.epoch_cell()
-    }
-
-    /// Notes that `epoch` was seen, durably when it is a new one; refuses one that is over.
-    pub fn raise_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
-        let mut seen = self.epoch_cell();
-        if epoch < *seen {
-            return Err(StoreError::StaleEpoch { seen: *seen, given: epoch });
-        }
-        if epoch > *seen {
-            self.put_sealed(EPOCH, RecordKind::Epoch, &epoch)?;
-            *seen = epoch;
-        }
-        Ok(())
     }
 
     /// Opens a file; its header and tree are checked, its data is when it is read.

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::disk::DiskLock;
 use crate::kind::Kind;
@@ -75,6 +75,15 @@ impl KvError {
             Self::Io { .. } => Kind::Io,
         }
     }
+}
+
+/// Where a daemon keeps its catalogue's map.
+pub trait Maps: Send + Sync + 'static {
+    /// The map that is there.
+    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError>;
+
+    /// A new and empty map; one that is there is moved aside.
+    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError>;
 }
 
 /// Changes that are made together or not at all.
@@ -168,6 +177,11 @@ impl MemoryKv {
     /// An empty map.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Another map with what is in this one now: a backup.
+    pub fn copy(&self) -> Self {
+        Self { pairs: Mutex::new(self.pairs().clone()) }
     }
 
     fn pairs(&self) -> MutexGuard<'_, BTreeMap<Vec<u8>, Vec<u8>>> {
@@ -267,6 +281,45 @@ impl SledKv {
     fn barrier(&self) -> Result<(), KvError> {
         self.db.flush().map_err(|error| self.damaged(&error))?;
         self.file.sync_data().map_err(|error| io_error("sync", &self.path, error))
+    }
+}
+
+/// A map in a folder of its own, below the data folder.
+pub struct SledMaps {
+    path: PathBuf,
+    cache_capacity_bytes: u64,
+}
+
+impl SledMaps {
+    /// The map at `path`; `_held` is the lock of the folder above.
+    pub fn new(_held: &DiskLock, path: PathBuf, cache_capacity_bytes: u64) -> Self {
+        Self { path, cache_capacity_bytes }
+    }
+}
+
+impl Maps for SledMaps {
+    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
+        if !self.path.exists() {
+            return Ok(None);
+        }
+        refuse_if_in_use(&self.path)?;
+        match open_checked(&self.path, self.cache_capacity_bytes) {
+            Ok(kv) => Ok(Some(Arc::new(kv))),
+            Err(error @ KvError::Damaged { .. }) => {
+                let moved_to = move_aside(&self.path)?;
+                tracing::error!(path = ?self.path, ?moved_to, %error, "the catalogue's map did not open");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
+        if self.path.exists() {
+            let moved_to = move_aside(&self.path)?;
+            tracing::warn!(path = ?self.path, ?moved_to, "an older map of the catalogue makes room");
+        }
+        Ok(Arc::new(open_checked(&self.path, self.cache_capacity_bytes)?))
     }
 }
 

@@ -12,6 +12,8 @@
 //! node.id  lock  epoch        whose folder it is; held while open; the highest catalogue epoch seen
 //! index/                      sled, made again when it is lost
 //! tmp/                        files being written, emptied at open
+//! epoch, members              what the node remembers of its cluster
+//! graves/                     ids of removed saves whose files are gone
 //! quarantine/                 files moved aside, each with a `.why`
 //! shards/SHARD/NAME           small records of a shard
 //! shards/SHARD/INDEX/NAME     small records of a stripe (INDEX: 8 hexadecimal digits)
@@ -20,7 +22,9 @@
 
 mod block_writer;
 pub mod disk;
+mod epoch;
 mod folder;
+mod graves;
 mod index;
 pub mod kv;
 mod memory_disk;
@@ -38,7 +42,7 @@ pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
 pub use disk::{Disk, DiskError, DiskFile};
 pub use folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use index::{FileInfo, Totals};
-pub use kv::{Kv, KvError, MemoryKv, SledKv};
+pub use kv::{Kv, KvError, Maps, MemoryKv, SledKv, SledMaps};
 pub use memory_disk::MemoryDisk;
 pub use piece_writer::{PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
@@ -148,6 +152,14 @@ pub enum StoreError {
         /// The one that was given.
         given: Epoch,
     },
+    /// Another map is the catalogue of this epoch.
+    #[error(
+        "epoch {epoch} has another catalogue: this one was begun or rebuilt beside it, and is not obeyed; rebuild again if the other one is gone"
+    )]
+    OtherMap {
+        /// The epoch.
+        epoch: Epoch,
+    },
     /// Not a name for a small record.
     #[error("{name:?} is not a record name: 1 to 80 of a-z 0-9 -")]
     Name {
@@ -175,7 +187,7 @@ impl StoreError {
             | Self::Root { .. } => Kind::Corrupt,
             Self::Conflict { .. } | Self::Fixed { .. } => Kind::Exists,
             Self::Foreign { .. } | Self::NoIdentity => Kind::Denied,
-            Self::StaleEpoch { .. } => Kind::Fenced,
+            Self::StaleEpoch { .. } | Self::OtherMap { .. } => Kind::Fenced,
             Self::Misuse { .. } | Self::Name { .. } | Self::TooLong { .. } => Kind::Invalid,
         }
     }

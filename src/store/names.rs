@@ -15,6 +15,7 @@ use crate::id::{ShardId, StripeId};
 
 pub(super) const SHARDS: &str = "shards";
 pub(super) const TMP: &str = "tmp";
+pub(super) const GRAVES: &str = "graves";
 pub(super) const QUARANTINE: &str = "quarantine";
 
 pub(super) fn shard_dir(shard: ShardId) -> String {

@@ -138,8 +138,10 @@ impl Disk for RealDisk {
     fn space(&self) -> Result<Space, DiskError> {
         let stat = rustix::fs::statvfs(&self.root)
             .map_err(|errno| during("measure", &self.root)(errno.into()))?;
+        // As df counts: what the file system keeps for root is neither used nor ours.
+        let used = stat.f_blocks.saturating_sub(stat.f_bfree);
         Ok(Space {
-            total_bytes: stat.f_blocks.saturating_mul(stat.f_frsize),
+            total_bytes: used.saturating_add(stat.f_bavail).saturating_mul(stat.f_frsize),
             free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
         })
     }

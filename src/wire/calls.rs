@@ -2,14 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
+pub use super::answers::*;
 use super::order::{Order, RunReport};
+use super::policy::PolicyAnswer;
 use super::{Call, NodeAddress, Who};
-use crate::code::CodeId;
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
 use crate::id::{
-    Attempt, ClusterId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
-    StripeId,
+    Attempt, Epoch, Generation, Job, LeaseId, MapId, NodeId, SaveId, ShardId, Step, StripeId,
 };
 
 macro_rules! calls {
@@ -35,7 +35,10 @@ macro_rules! calls {
 
 calls! {
     /// Who are you, and where is the catalogue?
-    1 Anyone Hello {} -> HelloAnswer;
+    1 Anyone Hello {
+        /// Who asks, if it is a node: it may be known to nobody else when the catalogue is lost.
+        me: Option<Node>,
+    } -> HelloAnswer;
     /// Opens a save (semantics 3.1).
     2 Anyone Begin {
         /// The job.
@@ -116,6 +119,13 @@ calls! {
     12 Anyone Nodes {} -> Vec<NodeView>;
     /// What this node holds and uses.
     13 Anyone NodeStatus {} -> NodeStatusAnswer;
+    /// Makes a lost catalogue again from what the nodes hold; this daemon serves it afterwards (semantics 8).
+    14 Anyone Rebuild {
+        /// Whether to go on when too few nodes are reached, or roots are missing.
+        accept_loss: bool,
+    } -> RebuildAnswer;
+    /// The policy that the catalogue's host applies, and what of it waits.
+    15 Anyone PolicyStatus {} -> PolicyAnswer;
 
     /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {
@@ -238,6 +248,8 @@ calls! {
     53 Nodes PutMark {
         /// The sealed [`CommitMark`](crate::format::records::CommitMark).
         bytes: Vec<u8>,
+        /// The epoch of the catalogue that the sender obeys; the mark's own may be older.
+        epoch: Epoch,
     } -> ();
     /// Stores a sealed receipt.
     54 Nodes PutReceipt {
@@ -284,6 +296,29 @@ calls! {
         /// The save.
         save: SaveId,
     } -> u64;
+    /// Takes this node for the catalogue of an epoch: it obeys no older one from here on.
+    60 Nodes Claim {
+        /// The epoch.
+        epoch: Epoch,
+        /// Its catalogue's map.
+        map: MapId,
+        /// Who serves it.
+        home: NodeAddress,
+    } -> ();
+    /// The nodes of the cluster, as this one last heard of them.
+    61 Nodes Members {} -> Vec<Node>;
+    /// What this node holds, by shard: the evidence that a catalogue is rebuilt from.
+    62 Nodes Inventory {
+        /// Where the page begins: behind this shard, or behind this stripe of it.
+        after: Option<(ShardId, Option<u32>)>,
+        /// Only this save.
+        only: Option<SaveId>,
+    } -> InventoryAnswer;
+    /// Whether this node has removed the save, or is to.
+    63 Nodes Buried {
+        /// The save.
+        save: SaveId,
+    } -> bool;
     /// Adds a place to a stripe record after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.
@@ -295,285 +330,6 @@ calls! {
         /// The sealed stripe record with its new places.
         bytes: Vec<u8>,
     } -> ();
-}
-
-/// Answer to [`Hello`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HelloAnswer {
-    /// The cluster.
-    pub cluster: ClusterId,
-    /// The node.
-    pub node: PeerName,
-    /// The highest epoch it knows.
-    pub epoch: Epoch,
-    /// Where it believes the catalogue to be.
-    pub catalogue: Option<NodeAddress>,
-    /// Version of its software.
-    pub version: String,
-}
-
-/// Answer to [`Begin`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BeginAnswer {
-    /// The save.
-    pub save: SaveId,
-    /// Its generation.
-    pub generation: Generation,
-    /// To be kept alive.
-    pub lease: LeaseId,
-    /// How long it lives without being kept, in milliseconds.
-    pub lease_ms: u64,
-    /// Pieces of the code that was chosen.
-    pub n: u8,
-    /// Blocks of the code that was chosen.
-    pub k: u8,
-    /// Padded bytes of a full block.
-    pub block_bytes: u64,
-    /// The live nodes that store data.
-    pub nodes: Vec<Node>,
-}
-
-/// How to archive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ArchiveOptions {
-    /// Which plan.
-    pub plan: PlanChoice,
-    /// What multiplies.
-    pub codec: super::order::Codec,
-    /// Stripes at once; 0 is the daemon's default.
-    pub parallel: u16,
-}
-
-/// Which plan archives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PlanChoice {
-    /// RapidRAID's chain.
-    Chain,
-    /// The coder on a node with two blocks.
-    BestStar,
-    /// The paper's baseline.
-    NaiveStar,
-    /// The coder rotates over ranges.
-    StripedStar,
-}
-
-/// What happens during [`Archive`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ArchiveEvent {
-    /// Bytes archived so far, of all that were to be archived.
-    Progress {
-        /// So far.
-        done_bytes: u64,
-        /// In all.
-        total_bytes: u64,
-    },
-    /// One stripe is committed as archived.
-    Stripe(StripeReport),
-    /// Something to tell the operator.
-    Note(String),
-    /// The end.
-    Done {
-        /// Stripes that are archived now.
-        stripes: u64,
-        /// Of these, stripes whose replicas are not all confirmed to be dropped.
-        undropped: u64,
-    },
-}
-
-/// How the archiving of one stripe went.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StripeReport {
-    /// The stripe.
-    pub stripe: StripeId,
-    /// The code.
-    pub code: CodeId,
-    /// Padded block length.
-    pub block_bytes: u64,
-    /// Per hop, in the plan's order.
-    pub hops: Vec<HopView>,
-    /// Microseconds: reserving, running with proof, receipts and commit, drop.
-    pub phases_us: [u64; 4],
-}
-
-/// One hop of a [`StripeReport`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HopView {
-    /// The node.
-    pub node: PeerName,
-    /// Pieces that it stored.
-    pub pieces: Vec<u8>,
-    /// Payload bytes received.
-    pub in_bytes: u64,
-    /// Payload bytes sent.
-    pub out_bytes: u64,
-    /// Microseconds from the run's start: first grain begun, last grain done.
-    pub span_us: (u64, u64),
-    /// Microseconds: waiting for upstream, computing and storing, waiting for downstream.
-    pub waited_us: (u64, u64, u64),
-}
-
-/// Answer to [`Remove`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RemoveAnswer {
-    /// Nodes that have removed all files.
-    pub confirmed: u32,
-    /// Nodes that were not reached and will be asked again.
-    pub waiting: Vec<PeerName>,
-}
-
-/// One line of a list.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StepView {
-    /// The job.
-    pub job: Job,
-    /// The step.
-    pub step: Step,
-    /// What is committed.
-    pub saved: Saved,
-}
-
-/// Answer to [`List`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ListAnswer {
-    /// A page of steps.
-    pub steps: Vec<StepView>,
-    /// Ask again after this one for more.
-    pub next: Option<(Job, Step)>,
-}
-
-/// Answer to [`Show`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShowAnswer {
-    /// The step.
-    pub step: StepView,
-    /// A page of shards; an absent state is the fresh one.
-    pub shards: Vec<(ShardRoot, Option<ShardState>)>,
-}
-
-/// A registered node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodeView {
-    /// The node.
-    pub node: Node,
-    /// Whether its lease lives.
-    pub live: bool,
-}
-
-/// Answer to [`NodeStatus`].
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodeStatusAnswer {
-    /// Replica files and their bytes.
-    pub replicas: (u64, u64),
-    /// Piece files and their bytes.
-    pub pieces: (u64, u64),
-    /// Bytes of records.
-    pub record_bytes: u64,
-    /// Files set aside.
-    pub quarantined: u64,
-    /// Disk: total and free bytes.
-    pub disk: (u64, u64),
-    /// Memory budgets: name, used, peak and total bytes.
-    pub budgets: Vec<(String, u64, u64, u64)>,
-    /// Process peak memory in bytes (VmHWM), 0 where unknown.
-    pub peak_memory_bytes: u64,
-    /// Whether UDP segmentation offload is on.
-    pub segmentation_offload: bool,
-    /// Whether this daemon hosts the catalogue.
-    pub catalogue: bool,
-    /// Things an operator should look at.
-    pub notes: Vec<String>,
-}
-
-/// Which record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum RecordName {
-    /// A shard's leaves.
-    Leaves,
-    /// A stripe's record.
-    Stripe {
-        /// The stripe.
-        index: u32,
-    },
-    /// A stripe's receipt.
-    Receipt {
-        /// The stripe.
-        index: u32,
-        /// The attempt.
-        attempt: Attempt,
-    },
-    /// A shard's commit mark.
-    Mark,
-}
-
-/// First answer to [`PutBlock`]: both holders have the memory for it, and its bytes may come.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockAdmitted {
-    /// Why the second holder did not admit it ([`Kind::wire_code`](crate::kind::Kind::wire_code), text): nothing is stored, and
-    /// the call ends here.
-    pub second_refused: Option<(u32, String)>,
-}
-
-/// Comes behind the bytes of [`PutBlock`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockTrailer {
-    /// BLAKE3 of the bytes as the client read them.
-    pub root: [u8; 32],
-    /// Fingerprints of their grains.
-    pub fingerprints: Vec<crate::gf::Fingerprint>,
-}
-
-/// Last answer to [`PutBlock`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PutBlockAnswer {
-    /// Whether the block is durable where it was forwarded to; the reason if not.
-    pub forwarded: Option<Result<(), String>>,
-}
-
-/// A data file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileView {
-    /// Which.
-    pub file: FileName,
-    /// Its data bytes.
-    pub len_bytes: u64,
-    /// Its BLAKE3.
-    pub root: [u8; 32],
-}
-
-/// Answer to [`Read`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReadAnswer {
-    /// Data bytes of the whole file.
-    pub len_bytes: u64,
-    /// Grain hashes of the whole file, if wanted: a BLAKE3 tree whose root the reader knows.
-    pub hashes: Vec<[u8; 32]>,
-}
-
-/// Answer to [`Register`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RegisterAnswer {
-    /// The catalogue's epoch.
-    pub epoch: Epoch,
-    /// Register again within so many milliseconds.
-    pub lease_ms: u64,
-}
-
-/// Answer to [`CatalogueSet`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum SetAnswer {
-    /// Done; the key's new revision.
-    Set(u64),
-    /// The key has another revision and value; nothing was changed.
-    Other(Option<(Vec<u8>, u64)>),
-}
-
-/// Answer to [`Drop`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DropAnswer {
-    /// Replica files removed now.
-    pub files: u32,
-    /// Their bytes.
-    pub bytes: u64,
 }
 
 #[cfg(test)]

@@ -4,8 +4,10 @@
 //! (some calls: several): `0` and the answer, or `1` and a [`Failure`]. Bulk bytes follow a frame raw, their
 //! length known from it. A hop's stream is unidirectional: one [`StreamHeader`] frame, then the grains. docs/protocol.md has the bytes.
 
+pub mod answers;
 pub mod calls;
 pub mod order;
+pub mod policy;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -50,7 +50,7 @@ fn count_panics() {
 }
 
 async fn assert_alive(voice: &Voice, node: &NodeAddress) {
-    assert_eq!(voice.ask(node, &Hello {}).await.unwrap().node, node.name);
+    assert_eq!(voice.ask(node, &Hello { me: None }).await.unwrap().node, node.name);
     assert_eq!(PANICS.load(Ordering::SeqCst), 0, "something panicked");
 }
 
@@ -123,7 +123,7 @@ fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
         frame(Reserve { order: order(stripe) }),
         frame(Run { run: [3; 16] }),
         frame(Release { run: [3; 16] }),
-        frame(PutMark { bytes: mark.to_vec() }),
+        frame(PutMark { bytes: mark.to_vec(), epoch: Epoch(1) }),
         frame(PutReceipt { bytes: receipt, owner, coordinator }),
         frame(PutTombstone { bytes: tombstone }),
         frame(Drop { stripe, attempt, generation }),
@@ -286,7 +286,7 @@ async fn a_clients_word_does_not_raise_the_epoch() {
         bytes: vec![],
     };
     client.ask(&node, &call).await.unwrap_err();
-    assert_eq!(client.ask(&node, &Hello {}).await.unwrap().epoch, Epoch(1));
+    assert_eq!(client.ask(&node, &Hello { me: None }).await.unwrap().epoch, Epoch(1));
     save(&world.client(), 3, &[("weights", &content(300_000, 3))]).await;
     let archive = world.client();
     archive
@@ -601,7 +601,7 @@ async fn evidence_of_another_cluster_is_none() {
     let saved = client.show(&job(), Some(Step(2))).await.unwrap().step.saved;
     let mark = CommitMark { cluster: other, saved, root: root.clone() };
     let bytes = mark.to_bytes().unwrap();
-    assert_eq!(kind_of(node.ask(&to, &PutMark { bytes }).await), Kind::Denied);
+    assert_eq!(kind_of(node.ask(&to, &PutMark { bytes, epoch: Epoch(1) }).await), Kind::Denied);
     // Drops without the catalogue's word.
     let stripe = StripeId { shard: root.shard, index: 0 };
     let call = Drop { stripe, attempt: Attempt([1; 16]), generation: GENERATION };

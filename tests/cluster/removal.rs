@@ -15,7 +15,7 @@ use crate::world::{
 };
 
 #[tokio::test(start_paused = true)]
-async fn rm_leaves_nothing_but_tombstones_and_touches_nothing_else() {
+async fn rm_leaves_nothing_but_graves_and_touches_nothing_else() {
     let world = World::start(6, &[(6, 4)], 64 << 10).await;
     let client = world.client();
     let bytes = content(700_000, 1);
@@ -26,6 +26,8 @@ async fn rm_leaves_nothing_but_tombstones_and_touches_nothing_else() {
         let (step, chain) = (Some(Step(step)), options(PlanChoice::Chain));
         client.archive(&job(), step, chain, &mut |_| ()).await.unwrap();
     }
+    let listed = client.list(None).await.unwrap();
+    let saves: Vec<SaveId> = listed.iter().map(|view| view.saved.save).collect();
     for step in [1, 2] {
         let removed = client.remove(&job(), Step(step)).await.unwrap();
         assert_eq!((removed.confirmed, removed.waiting), (6, vec![]));
@@ -35,7 +37,11 @@ async fn rm_leaves_nothing_but_tombstones_and_touches_nothing_else() {
     }
     world.assert_swept(&client).await;
     assert_eq!(world.catalogue_keys("c/").len(), 2);
-    assert_eq!(world.files(|path| path.ends_with("/tombstone")).len(), 2 * 6);
+    assert_eq!(world.files(|path| path.ends_with("/tombstone")), []);
+    for node in world.nodes.iter().filter(|(index, _)| **index > 0).map(|(_, node)| node) {
+        let is_buried = |save: &SaveId| node.store().is_entombed(*save).unwrap();
+        assert_eq!(saves.iter().map(is_buried).collect::<Vec<_>>(), [true, true, false, false]);
+    }
     for step in [3, 4] {
         let (out, _) = restore(&client, step).await.unwrap();
         assert_eq!(read_file(&*out, "weights"), bytes);
@@ -179,4 +185,90 @@ async fn bury(node: &Voice, holder: &NodeAddress, stripe: &StripeId, generation:
     let bytes = tombstone.to_bytes().unwrap();
     node.ask(holder, &PutTombstone { bytes }).await.unwrap();
     node.ask(holder, &Sweep { save }).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_grave_fences_what_comes_late_also_after_a_restart() {
+    let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, node) = (world.voice(Role::Client, "slow"), world.voice(Role::Node, "boss"));
+    let holder = world.node_address(2);
+    let begun = voice.begin(&holder, 1).await.unwrap();
+    let bytes = content(300_000, 1);
+    let call = block_call(&begun, bytes.len());
+    // Admitted before the tombstone, ended after the grave.
+    let mut exchange = voice.open_block(&holder, &call).await.unwrap();
+    exchange.write(bytes.slice(..200_000)).await.unwrap();
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    bury(&node, &holder, &call.stripe, begun.generation).await;
+    assert!(world.nodes[&2].store().is_entombed(begun.save).unwrap());
+    assert_eq!(world.files(|path| path.ends_with("/tombstone")), []);
+    let error = finish_block(&mut exchange, &bytes, &bytes[200_000..]).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    for _ in 0..2 {
+        let error = voice.put_block(&holder, &call, &bytes).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Fenced, "{error}");
+        let fetch = Fetch {
+            stripe: call.stripe,
+            block: 0,
+            len_bytes: 300_000,
+            root: trailer(&bytes).root,
+            generation: Generation { counter: 1000, ..begun.generation },
+            coordinator: NodeId(1),
+            from: world.node_address(3),
+        };
+        let error = node.ask(&holder, &fetch).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Fenced, "{error}");
+        assert_eq!(world.files_of(begun.save), []);
+        // A node that is up again knows it from its disk.
+        world.kill(2).await;
+        world.boot(2);
+        world.until_live(4).await;
+    }
+    // A repeated removal finds nothing to do and writes no tombstone again.
+    bury(&node, &holder, &call.stripe, begun.generation).await;
+    assert_eq!(world.files(|path| path.ends_with("/tombstone")), []);
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_fails_in_a_sweep_tombstone_or_grave_is_there() {
+    let mut failures = 0;
+    for failing in 0..30 {
+        let world = World::start(4, &[(4, 2)], 64 << 10).await;
+        let (voice, node) = (world.voice(Role::Client, "writer"), world.voice(Role::Node, "boss"));
+        let holder = world.node_address(2);
+        let begun = voice.begin(&holder, 1).await.unwrap();
+        let bytes = content(300_000, 1);
+        let call = block_call(&begun, bytes.len());
+        voice.put_block(&holder, &call, &bytes).await.unwrap();
+        let save = begun.save;
+        let tombstone = Tombstone {
+            cluster: CLUSTER,
+            save,
+            generation: begun.generation,
+            reason: RemoveReason::Aborted,
+        };
+        let tombstone = PutTombstone { bytes: tombstone.to_bytes().unwrap() };
+        node.ask(&holder, &tombstone).await.unwrap();
+        world.machines[2].disk.fail_after(failing);
+        let swept = node.ask(&holder, &Sweep { save }).await;
+        let left = world.machines[2].after_power_cut();
+        let has_tombstone = || {
+            let scope = rapidraid::store::Scope::Shard(ShardId::new(save, u32::MAX));
+            left.get_small(scope, "tombstone").unwrap().is_some()
+        };
+        assert!(left.is_entombed(save).unwrap() || has_tombstone(), "operation {failing}");
+        if swept.is_ok() {
+            assert!(left.is_entombed(save).unwrap(), "operation {failing}");
+        }
+        // The host of the catalogue orders both again.
+        node.ask(&holder, &tombstone).await.unwrap();
+        node.ask(&holder, &Sweep { save }).await.unwrap();
+        let left = world.machines[2].after_power_cut();
+        assert!(left.is_entombed(save).unwrap(), "operation {failing}");
+        assert_eq!(world.files(|path| path.contains(&save.to_string())), [], "operation {failing}");
+        failures += u64::from(swept.is_err());
+        assert!(failing < 29 || swept.is_ok(), "the sweep did not come to its end");
+    }
+    assert!(failures > 5, "{failures}");
 }

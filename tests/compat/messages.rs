@@ -9,6 +9,7 @@ use rapidraid::wire::calls::*;
 use rapidraid::wire::order::{
     Codec, HopOrder, HopReport, InputOrder, Order, OutputOrder, PieceProof, RunReport,
 };
+use rapidraid::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 use rapidraid::wire::{
     Call, Failure, NodeAddress, StreamHeader, WireError, answer_to_bytes, message_to_bytes,
     parse_answer, parse_message, parse_request, request_to_bytes, split_request,
@@ -18,7 +19,7 @@ use serde::de::DeserializeOwned;
 
 use crate::fixture::Case;
 use crate::records::{
-    ATTEMPT, CLUSTER, CODE, GENERATION, LEASE, SAVE, cut, node, root, saved, state, stripe,
+    ATTEMPT, CLUSTER, CODE, GENERATION, LEASE, MAP, SAVE, cut, node, root, saved, state, stripe,
 };
 
 const RUN: [u8; 16] = [0x70; 16];
@@ -156,6 +157,7 @@ fn for_clients(calls: &mut Calls) {
         cluster: CLUSTER,
         node: "node-1".parse().unwrap(),
         epoch: GENERATION.epoch,
+        map: Some(MAP),
         catalogue: Some(address()),
         version: "0.1.0".into(),
     };
@@ -170,8 +172,10 @@ fn for_clients(calls: &mut Calls) {
         nodes: vec![node("node-1"), node("node-2")],
     };
     calls
-        .both(Hello {}, hello)
+        .both(Hello { me: None }, hello)
+        .request(", node", Hello { me: Some(node("node-1")) })
         .both(Begin { job: job.clone(), step, replace: true }, begun)
+        .both(Rebuild { accept_loss: true }, rebuilt())
         .both(Keep { lease: LEASE }, ())
         .both(Seal { root: root() }, ())
         .both(Commit { job: job.clone(), step, save, shards: 300 }, saved())
@@ -214,7 +218,25 @@ fn for_clients(calls: &mut Calls) {
         .both(GetState { shard: root().shard }, Some(state()))
         .answer::<GetState>(", none", None)
         .both(Nodes {}, vec![NodeView { node: node("node-1"), live: true }])
-        .both(NodeStatus {}, status);
+        .both(NodeStatus {}, status)
+        .both(PolicyStatus {}, policy());
+}
+
+fn policy() -> PolicyAnswer {
+    let rule = |job: Option<&str>, number| PolicyRule {
+        job: job.map(|job| job.parse().unwrap()),
+        archive_all_but: number,
+        keep_newest: number.map(|number| number + 1),
+        keep_every: number.map(u64::from),
+    };
+    let (job, step) = (root().job, root().step);
+    PolicyAnswer {
+        rules: vec![rule(None, None), rule(Some("gpt-2_small.v1"), Some(300))],
+        to_archive: 300,
+        to_retire: 301,
+        removing: 302,
+        waiting: vec![PolicyWait { job, step, failures: 300, why: "node-3 is away".into() }],
+    }
 }
 
 fn of_data(calls: &mut Calls) {
@@ -270,7 +292,10 @@ fn of_the_catalogue(calls: &mut Calls) {
     let (expected, prefix) = (Some(300), "c/".to_owned());
     let epoch = GENERATION.epoch;
     calls
-        .both(Register { node: node("node-1") }, RegisterAnswer { epoch, lease_ms: 10_000 })
+        .both(
+            Register { node: node("node-1") },
+            RegisterAnswer { epoch, map: MAP, members: 299, lease_ms: 10_000 },
+        )
         .both(CatalogueGet { key: key() }, Some((value.clone(), 300)))
         .answer::<CatalogueGet>(", none", None)
         .both(
@@ -286,6 +311,33 @@ fn of_the_catalogue(calls: &mut Calls) {
         .both(LeaseRevoke { lease: LEASE }, ());
 }
 
+fn inventory() -> InventoryAnswer {
+    let stripes = vec![StripeHolding {
+        index: 7,
+        replicas: vec![1, 12],
+        pieces: vec![(3, ATTEMPT)],
+        receipts: vec![(ATTEMPT, order().code, GENERATION)],
+    }];
+    let shard = stripe().shard;
+    let (mark, tombstone) = (Some(vec![1, 2]), Some(vec![3]));
+    let held = ShardHolding { shard, mark, root: Some(root()), tombstone, stripes };
+    InventoryAnswer { shards: vec![held], next: Some((shard, None)) }
+}
+
+fn rebuilt() -> RebuildAnswer {
+    RebuildAnswer {
+        epoch: GENERATION.epoch,
+        home: "node-3".into(),
+        reached: vec!["node-1".parse().unwrap()],
+        missing: vec!["node-2".parse().unwrap()],
+        steps: 300,
+        shards: 600,
+        orphans: 2,
+        incomplete: vec!["job/1: the root of shard 0 of 1 was found nowhere".into()],
+        damaged: vec![stripe()],
+    }
+}
+
 fn orders(calls: &mut Calls) {
     let (stripe, attempt, generation) = (stripe(), ATTEMPT, GENERATION);
     let coordinator = order().coordinator;
@@ -295,7 +347,12 @@ fn orders(calls: &mut Calls) {
         .both(Reserve { order: order() }, ())
         .both(Run { run: RUN }, run_report())
         .both(Release { run: RUN }, ())
-        .both(PutMark { bytes: bytes.clone() }, ())
+        .both(PutMark { bytes: bytes.clone(), epoch: generation.epoch }, ())
+        .both(Claim { epoch: generation.epoch, map: MAP, home: address() }, ())
+        .both(Members {}, vec![node("node-1")])
+        .both(Buried { save: SAVE }, true)
+        .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())
+        .request(", all", Inventory { after: None, only: None })
         .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())
         .both(PutTombstone { bytes: bytes.clone() }, ())
         .both(Drop { stripe, attempt, generation }, DropAnswer { files: 2, bytes: 100_096 })

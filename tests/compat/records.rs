@@ -2,21 +2,21 @@
 
 use std::sync::Arc;
 
-use rapidraid::catalogue::records::Archiving;
+use rapidraid::catalogue::records::{Archiving, Waiting};
 use rapidraid::code::CodeId;
 use rapidraid::format::FormatError;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::{Content, FileHeader};
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
-    BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, LAYOUT_STANDARD, Leaves, Node, Owner,
-    PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run, Saved,
-    ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
+    BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves, Members,
+    Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run,
+    Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
     stripes_root,
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
-    Attempt, ClusterId, Epoch, Generation, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
+    Attempt, ClusterId, Epoch, Generation, LeaseId, MapId, NodeId, PeerName, SaveId, ShardId, Step,
     StripeId,
 };
 use rapidraid::kind::Kind;
@@ -31,6 +31,7 @@ pub const SAVE: SaveId = SaveId([0x5a; 12]);
 pub const ATTEMPT: Attempt = Attempt([0xa7; 16]);
 pub const LEASE: LeaseId = LeaseId([0x1e; 16]);
 pub const CODE: CodeId = CodeId(0x0102_0304_0506_0708);
+pub const MAP: MapId = MapId([0x3c; 16]);
 pub const GENERATION: Generation = Generation { epoch: Epoch(3), counter: 300 };
 
 pub fn stripe() -> StripeId {
@@ -145,10 +146,10 @@ fn receipt() -> Receipt {
     Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
 }
 
-fn archiving() -> Archiving {
+fn archiving(waiting: Option<Waiting>) -> Archiving {
     let (plan, codec) = (PlanChoice::StripedStar, Codec::ReedSolomonErasure);
     let options = ArchiveOptions { plan, codec, parallel: 300 };
-    Archiving { node: node_id("node-1"), lease: LEASE, options }
+    Archiving { node: node_id("node-1"), lease: LEASE, options, waiting }
 }
 
 fn record<R: Record + PartialEq + 'static>(name: &str, value: R) -> Case {
@@ -180,6 +181,8 @@ fn file_header(name: &str, content: Content) -> Case {
 }
 
 const SEEN: Epoch = Epoch(300);
+/// Where [`SAVE`] is entombed.
+const GRAVES: &str = "graves/5a";
 
 fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
     let name: PeerName = "node-1".parse().unwrap();
@@ -191,15 +194,23 @@ fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
 /// A record at the top of the data folder, whose body is the store's own: written and read by opening a folder.
 fn folder_record(name: &str, path: &'static str) -> Case {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
-    open(&disk).unwrap().raise_epoch(SEEN).unwrap();
+    let home = Home { name: "node-1".parse().unwrap(), address: "node-1.example.org:7440".into() };
+    let store = open(&disk).unwrap();
+    store.claim_epoch(SEEN, MAP, home).unwrap();
+    assert!(store.entomb(SAVE).unwrap());
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
     let parse = move |bytes: &[u8]| {
         let disk = Arc::new(MemoryDisk::new(1 << 20));
+        disk.create_dir("graves").unwrap();
         disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
         let store = open(&disk)?;
-        Ok(path != "epoch" || store.epoch() == SEEN)
+        match path {
+            "epoch" => Ok(store.epoch() == SEEN),
+            GRAVES => store.is_entombed(SAVE).map_err(|error| error.kind()),
+            _ => Ok(true),
+        }
     };
     Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
 }
@@ -209,6 +220,8 @@ pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
     let decided = Some(Writing::Decided { saved: saved.clone() });
     let decided = Checkpoint { committed: None, writing: decided, removing: Vec::new() };
+    let retired =
+        Checkpoint { removing: vec![removing(RemoveReason::Retired)], ..Checkpoint::default() };
     let mark = CommitMark { cluster: CLUSTER, saved, root: root() };
     let (generation, holder, reason) = (GENERATION, node_id("node-2"), RemoveReason::Deleted);
     vec![
@@ -230,8 +243,16 @@ pub fn cases() -> Vec<Case> {
         ),
         record("node", node("node-1")),
         folder_record("epoch", "epoch"),
+        record("removing", Removing { save: SAVE, generation, reason }),
+        record("members", Members { nodes: vec![node("node-1"), node("node-2")] }),
         record("leaves", Leaves { root: root(), hashes: leaves_of_root() }),
-        record("archiving", archiving()),
+        record("archiving", archiving(None)),
+        record(
+            "archiving that waits",
+            archiving(Some(Waiting { failures: 300, why: "node-3 is away".into() })),
+        ),
+        record("checkpoint, retired", retired),
+        folder_record("graves", GRAVES),
     ]
 }
 

@@ -45,7 +45,7 @@ pub fn files_below(disk: &dyn Disk, folder: &str) -> Vec<String> {
 
 impl Machine {
     /// The data folder as a power cut would leave it now.
-    fn image(&self) -> Store {
+    pub fn after_power_cut(&self) -> Store {
         let disk: Arc<dyn Disk> = Arc::new(self.disk.crash());
         let lock = disk.lock(LOCK_FILE).unwrap();
         let kv = Arc::new(MemoryKv::new());
@@ -78,9 +78,16 @@ impl World {
         (0..self.machines.len()).filter(|&index| has(&self.machines[index])).collect()
     }
 
+    /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
+    fn map(&self) -> Arc<MemoryKv> {
+        let serves = |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves());
+        let home = (0..self.machines.len()).find(serves).unwrap_or(0);
+        self.machines[home].catalogue.get().unwrap()
+    }
+
     /// Keys of the catalogue that begin with `prefix`.
     pub fn catalogue_keys(&self, prefix: &str) -> Vec<String> {
-        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let kv = self.map();
         let pairs = kv.scan(format!("k/{prefix}").as_bytes(), None, 1000).unwrap();
         pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
     }
@@ -92,7 +99,7 @@ impl World {
             let bytes = super::read_file(&*self.machines[index].disk, &path);
             all.insert(format!("{index}:{path}"), bytes);
         }
-        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let kv = self.map();
         for (key, value) in kv.scan(b"k/", None, 1000).unwrap() {
             all.insert(String::from_utf8(key).unwrap(), value);
         }
@@ -145,7 +152,7 @@ impl World {
     /// that a whole good replica of each block. Looks at what a power cut would leave of all machines, running or not.
     pub async fn assert_invariant(&self, client: &Client, step: u64) -> Held {
         let before = client.show(&job(), Some(Step(step))).await.unwrap();
-        let images: Vec<_> = self.machines[1..].iter().map(Machine::image).collect();
+        let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
         let after = client.show(&job(), Some(Step(step))).await.unwrap();
         let mut held = Held::default();
         for ((root, state), (_, later)) in before.shards.iter().zip(&after.shards) {

@@ -11,21 +11,22 @@ pub mod rest;
 pub mod runs;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
 use power::{Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
 use rapidraid::clock::Clock;
+use rapidraid::config::{Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
 use rapidraid::pipeline::workers::Workers;
-use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+use rapidraid::store::{Disk, Kv, KvError, LOCK_FILE, Maps, MemoryDisk, MemoryKv, Store};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
@@ -38,7 +39,7 @@ pub struct Machine {
     pub name: PeerName,
     pub disk: Arc<MemoryDisk>,
     index: Arc<MemoryKv>,
-    catalogue: Option<Arc<MemoryKv>>,
+    pub catalogue: Arc<MapSlot>,
     pub power: Arc<Power>,
 }
 
@@ -68,6 +69,45 @@ impl Clock for WorldClock {
     }
 }
 
+/// Where a machine keeps its catalogue's map.
+#[derive(Default)]
+pub struct MapSlot(Mutex<Option<Arc<MemoryKv>>>);
+
+impl MapSlot {
+    pub fn get(&self) -> Option<Arc<MemoryKv>> {
+        self.0.lock().unwrap().clone()
+    }
+
+    /// Puts another map there, or none, behind the daemon's back.
+    pub fn set(&self, map: Option<Arc<MemoryKv>>) {
+        *self.0.lock().unwrap() = map;
+    }
+}
+
+/// Gives the daemon of a machine its map.
+struct SlotMaps {
+    slot: Arc<MapSlot>,
+    power: Arc<Power>,
+}
+
+impl SlotMaps {
+    fn powered(&self, map: Arc<MemoryKv>) -> Arc<dyn Kv> {
+        Arc::new(PoweredKv { map, power: self.power.clone() })
+    }
+}
+
+impl Maps for SlotMaps {
+    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
+        Ok(self.slot.get().map(|map| self.powered(map)))
+    }
+
+    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
+        let kv = Arc::new(MemoryKv::new());
+        self.slot.set(Some(kv.clone()));
+        Ok(self.powered(kv))
+    }
+}
+
 pub struct World {
     pub network: Arc<MemoryNetwork>,
     pub machines: Vec<Machine>,
@@ -80,8 +120,9 @@ pub struct World {
     /// Of all that is random.
     pub seed: u64,
     lag_ms: Arc<AtomicU64>,
-    boots: u64,
+    pub policy: Policy,
     clients: std::cell::Cell<u32>,
+    boots: BTreeMap<usize, u64>,
 }
 
 pub fn address(index: usize) -> String {
@@ -127,7 +168,7 @@ impl World {
             name: format!("node{index:02}").parse().unwrap(),
             disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
             index: Arc::new(MemoryKv::new()),
-            catalogue: (index == 0).then(|| Arc::new(MemoryKv::new())),
+            catalogue: Arc::default(),
             power: Arc::default(),
         });
         Self {
@@ -141,8 +182,9 @@ impl World {
             workers: Workers::new(4),
             seed: 0,
             lag_ms: Arc::default(),
-            boots: 0,
+            policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             clients: std::cell::Cell::new(0),
+            boots: BTreeMap::new(),
         }
     }
 
@@ -160,17 +202,15 @@ impl World {
 
     /// The same where it may fail: the power may go while it boots.
     pub fn try_boot(&mut self, index: usize) -> Result<(), Box<dyn std::error::Error>> {
+        let boots = *self.boots.entry(index).and_modify(|boots| *boots += 1).or_default();
         let machine = self.machines[index].clone();
         let power = machine.power.clone();
         power.turn(true);
-        let kv = |map: Arc<MemoryKv>| -> Arc<dyn Kv> {
-            Arc::new(PoweredKv { map, power: power.clone() })
-        };
+        let index_kv = Arc::new(PoweredKv { map: machine.index.clone(), power: power.clone() });
         let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power.clone());
         machine.disk.set_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
-        let (store, _) = Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name)?;
-        self.boots += 1;
+        let (store, _) = Store::open(disk, lock, index_kv, CLUSTER, &machine.name)?;
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
             cluster: CLUSTER,
@@ -179,20 +219,22 @@ impl World {
             zone: String::new(),
             rack: format!("rack{}", index % 8),
             storage: index != 0,
+            begin_catalogue: index == 0,
             seeds: vec![address(0)],
             codes: self.codes.clone(),
             block_bytes: self.block_bytes,
             memory_bytes: self.memory_bytes,
             high_water_percent: 85,
             lease: self.lease,
+            policy: self.policy.clone(),
         };
         let parts = NodeParts {
             store,
-            catalogue_kv: machine.catalogue.map(kv),
+            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power: power.clone() }),
             transport: Arc::new(self.network.join(peer, &address(index))),
             clock: WorldClock::start(),
             // No boot repeats the numbers of another.
-            entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
+            entropy: Arc::new(SeededEntropy::new(self.seed << 32 | boots << 8 | index as u64 + 1)),
             workers: self.workers.clone(),
             segmentation_offload: false,
         };

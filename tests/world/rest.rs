@@ -15,7 +15,7 @@ use super::{World, job, options, restore};
 impl World {
     /// What the catalogue has that somebody still has to finish.
     pub fn unfinished(&self) -> Vec<String> {
-        let kv = self.machines[0].catalogue.as_ref().unwrap();
+        let kv = self.machines[0].catalogue.get().unwrap();
         let mut left = self.catalogue_keys("a/");
         for (key, value) in kv.scan(b"k/c/", None, 1000).unwrap() {
             let checkpoint = Checkpoint::parse(&value[8..]).unwrap();

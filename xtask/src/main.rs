@@ -4,6 +4,7 @@
 //! never in silence. The last line is always `N passed, N failed`.
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
+mod mutants;
 mod recipe;
 mod soak;
 mod tally;
@@ -12,6 +13,7 @@ use std::process::ExitCode;
 
 const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, doc tests, benches once, advisories
+cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
 cargo xtask help    this text
@@ -29,6 +31,8 @@ fn main() -> ExitCode {
                 ExitCode::from(2)
             }
         },
+        ["mutants"] => mutants::run(None),
+        ["mutants", part] => mutants::run(Some(part)),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS

@@ -20,12 +20,13 @@ use tokio::task::JoinHandle;
 
 use super::records::RecordsError;
 use crate::catalogue::records::{
-    Archiving, Written, archiving_key, checkpoint_key, parse, read, roots_prefix, write,
+    Archiving, MAX_WHY_CHARS, Waiting, Written, archiving_key, checkpoint_key, parse, read,
+    roots_prefix, write,
 };
 use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
-use crate::format::records::{Checkpoint, ShardRoot, StripeState};
+use crate::format::records::{Checkpoint, Record, ShardRoot, StripeState};
 use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step, StripeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, Caller};
@@ -244,28 +245,59 @@ impl Coordinator {
         events: &Events,
     ) -> Result<(), ArchiveError> {
         let tenure = Tenure::begin(self).await?;
-        self.claim(job, step, options, &tenure).await?;
-        let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
-        let waits = result.as_ref().is_err_and(|error| error.kind().is_transient());
-        if waits {
-            // The record stays: its lease ends by itself, and somebody tries again then.
-            return result;
-        }
-        let ended = self.unclaim(job, step, &tenure).await;
-        result.and(ended)?;
-        Ok(self.catalogue.lease_revoke(tenure.lease).await?)
+        let failures = self.claim(job, step, options, &tenure).await?;
+        self.carry_out(job, step, options, events, &tenure, failures).await
     }
 
-    /// Records the archiving, or takes over one whose coordinator is gone.
+    /// Goes on with the archiving that was `found` under `revision`, unless somebody else has been at it since: what he left waits anew.
+    pub async fn take_over(
+        &self,
+        job: &Job,
+        step: Step,
+        (found, revision): (Archiving, u64),
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let tenure = Tenure::begin(self).await?;
+        let (options, failures) = (found.options, found.failures());
+        let ours = Archiving { node: self.me, lease: tenure.lease, options, waiting: None };
+        let key = archiving_key(job, step);
+        match write(&*self.catalogue, &key, Some(revision), &ours).await? {
+            Written::Set(_) => self.carry_out(job, step, options, events, &tenure, failures).await,
+            Written::Other(_) => Ok(self.catalogue.lease_revoke(tenure.lease).await?),
+        }
+    }
+
+    /// Archives what is claimed, and ends the claim or leaves it to wait.
+    async fn carry_out(
+        &self,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+        events: &Events,
+        tenure: &Tenure,
+        failures: u32,
+    ) -> Result<(), ArchiveError> {
+        let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
+        let waiting = result.as_ref().err().filter(|error| error.kind().is_transient());
+        let waiting = waiting.map(|error| Waiting {
+            failures: failures.saturating_add(1),
+            why: error.to_string().chars().take(MAX_WHY_CHARS).collect(),
+        });
+        // Where this fails, the lease ends by itself, and the record stands as if its coordinator had died.
+        let ended = self.unclaim(job, step, tenure, waiting).await;
+        result.and(ended)
+    }
+
+    /// Records the archiving, or takes over one whose coordinator is gone; gives how often it failed so far.
     async fn claim(
         &self,
         job: &Job,
         step: Step,
         options: ArchiveOptions,
         tenure: &Tenure,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<u32, ArchiveError> {
         let key = archiving_key(job, step);
-        let ours = Archiving { node: self.me, lease: tenure.lease, options };
+        let ours = Archiving { node: self.me, lease: tenure.lease, options, waiting: None };
         let mut current = read::<Archiving>(&*self.catalogue, &key).await?;
         loop {
             if let Some((other, _)) = &current
@@ -274,23 +306,34 @@ impl Coordinator {
                 let owner = self.directory().await?.name(other.node);
                 return Err(ArchiveError::Owned { what: format!("{job}/{step}"), owner });
             }
+            let failures = current.as_ref().map_or(0, |(other, _)| other.failures());
             let revision = current.map(|(_, revision)| revision);
             match write(&*self.catalogue, &key, revision, &ours).await? {
-                Written::Set(_) => return Ok(()),
+                Written::Set(_) => return Ok(failures),
                 Written::Other(other) => current = other,
             }
         }
     }
 
-    async fn unclaim(&self, job: &Job, step: Step, tenure: &Tenure) -> Result<(), ArchiveError> {
+    /// Ends the claim, or leaves it for whoever tries again, and gives the lease back.
+    async fn unclaim(
+        &self,
+        job: &Job,
+        step: Step,
+        tenure: &Tenure,
+        waiting: Option<Waiting>,
+    ) -> Result<(), ArchiveError> {
         let key = archiving_key(job, step);
         if let Some((claim, revision)) = read::<Archiving>(&*self.catalogue, &key).await?
             && claim.lease == tenure.lease
         {
             // Somebody who took over meanwhile keeps it.
-            self.catalogue.set(&key, Some(revision), None).await?;
+            let left = waiting.map(|waiting| Archiving { waiting: Some(waiting), ..claim });
+            let left = left.map(|left| left.to_bytes()).transpose();
+            let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
+            self.catalogue.set(&key, Some(revision), left).await?;
         }
-        Ok(())
+        Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
     async fn archive_claimed(

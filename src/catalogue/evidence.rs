@@ -1,0 +1,247 @@
+//! What the nodes hold of a save, put together, and what follows from it when there is no catalogue (docs/semantics.md, 8).
+//!
+//! Judging only: who is asked, and what is done with the verdicts, is the node's business.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::code::{Code, CodeId, table};
+use crate::format::geometry::Geometry;
+use crate::format::records::{
+    CommitMark, MAX_RUNS, Record, RemoveReason, Removing, Run, Saved, ShardRoot, ShardState,
+    StripeState, Tombstone,
+};
+use crate::id::{Attempt, ClusterId, Generation, Job, NodeId, SaveId, Step};
+use crate::wire::calls::{ShardHolding, StripeHolding};
+
+/// All that was found of one save.
+#[derive(Debug, Default)]
+pub struct SaveEvidence {
+    tombstone: Option<Tombstone>,
+    is_buried: bool,
+    saved: Option<(Job, Step, Saved)>,
+    shards: BTreeMap<u32, ShardEvidence>,
+}
+
+#[derive(Debug, Default)]
+struct ShardEvidence {
+    root: Option<ShardRoot>,
+    marked: BTreeSet<NodeId>,
+    stripes: BTreeMap<u32, StripeEvidence>,
+}
+
+#[derive(Debug, Default)]
+struct StripeEvidence {
+    blocks: BTreeSet<u8>,
+    pieces: BTreeMap<Attempt, BTreeSet<u8>>,
+    receipts: BTreeMap<Attempt, (CodeId, Generation, u32)>,
+}
+
+/// What a save was.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// Committed, and whole.
+    Committed(Box<Committed>),
+    /// To be removed from all nodes.
+    Orphan(Removing),
+    /// Committed, but a root is nowhere to be had.
+    Incomplete {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// What is missing.
+        why: String,
+    },
+}
+
+/// A committed save.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Committed {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// The save.
+    pub saved: Saved,
+    /// Its shards, in order.
+    pub shards: Vec<CommittedShard>,
+}
+
+/// A shard of a committed save.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CommittedShard {
+    /// Its root.
+    pub root: ShardRoot,
+    /// How far archiving has come.
+    pub state: ShardState,
+    /// Nodes that have its commit mark.
+    pub marked: BTreeSet<NodeId>,
+    /// Stripes of which too little was found to be read.
+    pub damaged: Vec<u32>,
+}
+
+impl SaveEvidence {
+    /// Adds what `node` holds. Records that do not parse, or are of another cluster or shard, prove nothing.
+    pub fn add(&mut self, cluster: ClusterId, node: NodeId, held: &ShardHolding) {
+        let save = held.shard.save();
+        if let Some(bytes) = &held.tombstone
+            && let Ok(found) = Tombstone::parse(bytes)
+            && found.cluster == cluster
+            && found.save == save
+            && self.tombstone.as_ref().is_none_or(|known| known.generation < found.generation)
+        {
+            self.tombstone = Some(found);
+        }
+        if held.shard.index() == u32::MAX {
+            return;
+        }
+        let shard = self.shards.entry(held.shard.index()).or_default();
+        let fits = |root: &ShardRoot| root.shard == held.shard && root.save == save;
+        if let Some(bytes) = &held.mark
+            && let Ok(mark) = CommitMark::parse(bytes)
+            && mark.cluster == cluster
+            && mark.saved.save == save
+            && fits(&mark.root)
+        {
+            shard.marked.insert(node);
+            self.saved = Some((mark.root.job.clone(), mark.root.step, mark.saved));
+            // What a mark says was committed; leaves may be those of a save that went no further.
+            shard.root = Some(mark.root);
+        } else if let Some(root) = held.root.as_ref().filter(|root| fits(root))
+            && shard.root.is_none()
+        {
+            shard.root = Some(root.clone());
+        }
+        for stripe in &held.stripes {
+            shard.stripes.entry(stripe.index).or_default().add(stripe);
+        }
+    }
+
+    /// Whether a commit mark was found.
+    pub fn is_marked(&self) -> bool {
+        self.saved.is_some()
+    }
+
+    /// A node says that it has removed the save: the last of what was found goes too.
+    pub fn bury(&mut self) {
+        self.is_buried = true;
+    }
+
+    /// What follows. `generation` is that of the new catalogue's records.
+    pub fn judge(self, save: SaveId, generation: Generation) -> Verdict {
+        let orphan = |reason| Verdict::Orphan(Removing { save, generation, reason });
+        if let Some(tombstone) = self.tombstone {
+            return orphan(tombstone.reason);
+        }
+        if self.is_buried {
+            return orphan(RemoveReason::Deleted);
+        }
+        let Some((job, step, saved)) = self.saved else {
+            return orphan(RemoveReason::Aborted);
+        };
+        let mut shards = Vec::new();
+        let mut found = self.shards;
+        for index in 0..saved.shards {
+            let shard = found.remove(&index).unwrap_or_default();
+            let Some(root) = shard.root else {
+                let why =
+                    format!("the root of shard {index} of {} was found nowhere", saved.shards);
+                return Verdict::Incomplete { job, step, why };
+            };
+            let Ok(geometry) = root.geometry() else {
+                let why = format!("the root of shard {} does not fit together", root.name);
+                return Verdict::Incomplete { job, step, why };
+            };
+            let (state, damaged) = judge_stripes(&root, &geometry, &shard.stripes, generation);
+            if state.runs.len() > MAX_RUNS {
+                let why =
+                    format!("the stripes of shard {} are in more than {MAX_RUNS} runs", root.name);
+                return Verdict::Incomplete { job, step, why };
+            }
+            shards.push(CommittedShard { root, state, marked: shard.marked, damaged });
+        }
+        if roots_hash(shards.iter().map(|shard| &shard.root)) != Some(saved.roots_hash) {
+            let why = "its shard roots are not the ones that were committed".to_owned();
+            return Verdict::Incomplete { job, step, why };
+        }
+        Verdict::Committed(Box::new(Committed { job, step, saved, shards }))
+    }
+}
+
+/// BLAKE3 over the hashes of sealed shard roots, in order: [`Saved::roots_hash`].
+pub fn roots_hash<'a>(roots: impl Iterator<Item = &'a ShardRoot>) -> Option<[u8; 32]> {
+    let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
+    for root in roots {
+        hasher.update(blake3::hash(&root.to_bytes().ok()?).as_bytes());
+    }
+    Some(hasher.finalize().into())
+}
+
+impl StripeEvidence {
+    fn add(&mut self, held: &StripeHolding) {
+        self.blocks.extend(&held.replicas);
+        for (piece, attempt) in &held.pieces {
+            self.pieces.entry(*attempt).or_default().insert(*piece);
+        }
+        for (attempt, code, generation) in &held.receipts {
+            self.receipts.entry(*attempt).or_insert((*code, *generation, 0)).2 += 1;
+        }
+    }
+
+    /// Pieces of an attempt that can be read; with a systematic code replicas left in place are pieces.
+    fn readable(&self, attempt: Attempt, code: CodeId) -> usize {
+        let pieces = self.pieces.get(&attempt);
+        let is_systematic = matches!(table::by_id(code), Some(Code::Rs(_)));
+        let kept = self.blocks.iter().filter(|block| pieces.is_none_or(|of| !of.contains(block)));
+        pieces.map_or(0, BTreeSet::len) + if is_systematic { kept.count() } else { 0 }
+    }
+}
+
+/// The states of a shard's stripes, and those of which too little was found.
+fn judge_stripes(
+    root: &ShardRoot,
+    geometry: &Geometry,
+    found: &BTreeMap<u32, StripeEvidence>,
+    generation: Generation,
+) -> (ShardState, Vec<u32>) {
+    let mut state = ShardState { generation, owner: None, deleting: false, runs: Vec::new() };
+    let mut damaged = Vec::new();
+    let nothing = StripeEvidence::default();
+    for index in 0..geometry.stripes() {
+        let stripe = found.get(&index).unwrap_or(&nothing);
+        let Some(cut) = geometry.stripe(index) else { continue };
+        let has_all_blocks =
+            (0..root.k).all(|block| cut.block_len(block) == 0 || stripe.blocks.contains(&block));
+        let (judged, is_readable) = judge_stripe(root, stripe, has_all_blocks);
+        if !is_readable {
+            damaged.push(index);
+        }
+        match state.runs.last_mut() {
+            Some(last) if last.state == judged => last.count += 1,
+            _ => state.runs.push(Run { count: 1, state: judged }),
+        }
+    }
+    (state, damaged)
+}
+
+/// The state of one stripe, and whether enough was found to read it.
+fn judge_stripe(
+    root: &ShardRoot,
+    stripe: &StripeEvidence,
+    has_all_blocks: bool,
+) -> (StripeState, bool) {
+    // An older attempt may have left receipts, and a newer one that was never committed a few: what enough nodes know counts first.
+    let is_enough = |nodes: u32| nodes as usize > usize::from(root.n) - usize::from(root.k);
+    let best = stripe
+        .receipts
+        .iter()
+        .max_by_key(|(_, (_, generation, nodes))| (is_enough(*nodes), *generation));
+    let Some((&attempt, &(code, generation, nodes))) = best else {
+        return (StripeState::Replicated, has_all_blocks);
+    };
+    if has_all_blocks && !is_enough(nodes) {
+        return (StripeState::Archiving { attempt, code, generation }, true);
+    }
+    let state = StripeState::Archived { attempt, code, generation, dropped: false };
+    (state, stripe.readable(attempt, code) >= usize::from(root.k))
+}

@@ -1,0 +1,90 @@
+//! `catalogue rebuild`: a lost catalogue, made again from what the nodes hold.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::args::Rebuild;
+use super::printer::Answer;
+use super::progress::Progress;
+use super::table::{Paint, shown};
+use super::transfer::counted;
+use super::{Front, Outcome, connect};
+use crate::clock::{Clock, SystemClock};
+use crate::net::Address;
+use crate::wire::calls::RebuildAnswer;
+
+/// How often the display moves.
+const TICK: Duration = Duration::from_millis(500);
+/// Entries of each list that are printed; JSON has them all.
+const LISTED: usize = 20;
+
+/// The command `catalogue rebuild`.
+pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let on = options.on.map(|host_port| Address { host_port, node: None });
+    let clock = SystemClock::new();
+    let progress = Progress::new(front.printer.look().watched, "reading the nodes", None);
+    let rebuilding = client.rebuild_catalogue(on.as_ref(), options.accept_loss);
+    tokio::pin!(rebuilding);
+    let answer = loop {
+        // How much the nodes hold is not known before it is read: what moves is the clock.
+        tokio::select! {
+            answer = &mut rebuilding => break answer,
+            () = clock.sleep(TICK) => progress.set(0, ""),
+        }
+    };
+    drop(progress);
+    connect::close(&client).await;
+    Ok(Box::new(Rebuilt(answer.map_err(|error| connect::failure(&error))?)))
+}
+
+struct Rebuilt(RebuildAnswer);
+
+impl Answer for Rebuilt {
+    fn json(&self) -> Map<String, Value> {
+        let answer = &self.0;
+        let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
+        let fields = json!({
+            "epoch": answer.epoch, "home": answer.home, "reached": answer.reached, "missing": answer.missing,
+            "steps": answer.steps, "shards": answer.shards, "orphans": answer.orphans,
+            "incomplete": answer.incomplete, "damaged": damaged,
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, _: Paint) -> String {
+        let answer = &self.0;
+        let mut text = format!(
+            "The catalogue was made again: epoch {}, served by {}.\n  {} with {}, read from {}\n",
+            answer.epoch,
+            answer.home,
+            counted(answer.steps.into(), "checkpoint"),
+            counted(answer.shards.into(), "shard"),
+            counted(answer.reached.len() as u64, "storage node"),
+        );
+        if answer.orphans > 0 {
+            let saves = counted(answer.orphans.into(), "save");
+            text.push_str(&format!(
+                "  {saves} that never committed, or were removed, will be swept\n"
+            ));
+        }
+        let missing: Vec<String> = answer.missing.iter().map(ToString::to_string).collect();
+        let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
+        let lists = [
+            ("not reached; what they alone know is not in it", &missing),
+            ("checkpoints that could not be brought back", &answer.incomplete),
+            ("stripes of which too little was found to read them now", &damaged),
+        ];
+        for (what, list) in lists.iter().filter(|(_, list)| !list.is_empty()) {
+            text.push_str(&format!("{what}:\n"));
+            for entry in list.iter().take(LISTED) {
+                text.push_str(&format!("  {}\n", shown(entry)));
+            }
+            if list.len() > LISTED {
+                text.push_str(&format!("  and {} more (--json has them)\n", list.len() - LISTED));
+            }
+        }
+        text
+    }
+}

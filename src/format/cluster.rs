@@ -1,0 +1,47 @@
+//! Records about the cluster itself: its nodes, and the catalogue's epochs (docs/semantics.md, 8).
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{Epoch, MapId, PeerName};
+
+/// A registered node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// Its name; [`NodeId::of`](crate::id::NodeId::of) gives its number.
+    pub name: PeerName,
+    /// Where peers and clients reach it, HOST:PORT.
+    pub address: String,
+    /// Failure domain, outermost first; may be empty.
+    pub zone: String,
+    /// Rack within the zone; may be empty.
+    pub rack: String,
+    /// Whether it stores data.
+    pub storage: bool,
+}
+
+/// The registered nodes, as a node last heard of them: who is asked when there is no catalogue.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Members {
+    /// By name.
+    pub nodes: Vec<Node>,
+}
+
+/// The daemon that serves the catalogue of an epoch.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Home {
+    /// Its node.
+    pub name: PeerName,
+    /// Where it is reached, HOST:PORT.
+    pub address: String,
+}
+
+/// The highest epoch that a node has seen.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SeenEpoch {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// The map of that epoch; `None` as long as the epoch was only heard of.
+    pub map: Option<MapId>,
+    /// Who claimed it from this node; `None` when nobody did.
+    pub home: Option<Home>,
+}

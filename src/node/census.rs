@@ -1,0 +1,165 @@
+//! Reading what all nodes hold, save by save (docs/semantics.md, 8).
+//!
+//! Inventories come by shard id, and the shards of a save are neighbours: the nodes' pages are merged, and one save is in memory at a time.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+
+use super::Node;
+use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
+use crate::format::records::{Node as NodeRecord, RemoveReason, Removing};
+use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
+use crate::net::call::address;
+use crate::wire::calls::{Buried, Inventory, ShardHolding};
+use crate::wire::{Failure, NodeAddress};
+
+/// One page of an inventory comes within this.
+const PAGE_LIMIT: Duration = Duration::from_secs(60);
+
+/// A node, and what of its inventory has not been looked at.
+struct Source {
+    node: NodeRecord,
+    page: VecDeque<ShardHolding>,
+    next: Option<(ShardId, Option<u32>)>,
+    is_done: bool,
+}
+
+/// What follows from everything that a set of nodes holds.
+#[derive(Debug, Default)]
+pub(super) struct Census {
+    /// Committed saves; of several of one step the newest.
+    pub steps: BTreeMap<(Job, Step), Box<Committed>>,
+    /// Saves to be removed.
+    pub orphans: Vec<Removing>,
+    /// Committed steps that cannot be brought back, and why.
+    pub incomplete: Vec<String>,
+}
+
+impl Census {
+    fn add(&mut self, verdict: Verdict, generation: Generation) {
+        match verdict {
+            Verdict::Orphan(removing) => self.orphans.push(removing),
+            Verdict::Incomplete { job, step, why } => {
+                self.incomplete.push(format!("{job}/{step}: {why}"));
+            }
+            Verdict::Committed(committed) => {
+                let key = (committed.job.clone(), committed.step);
+                let Some(other) = self.steps.remove(&key) else {
+                    self.steps.insert(key, committed);
+                    return;
+                };
+                let is_newer = committed.saved.generation > other.saved.generation;
+                let (newer, older) = if is_newer { (committed, other) } else { (other, committed) };
+                let (save, reason) = (older.saved.save, RemoveReason::Superseded);
+                self.steps.insert(key, newer);
+                self.orphans.push(Removing { save, generation, reason });
+            }
+        }
+    }
+
+    /// The nodes of the committed shards' rings.
+    pub(super) fn ring(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let shards = self.steps.values().flat_map(|committed| &committed.shards);
+        shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
+    }
+
+    /// Codes of the committed shards.
+    pub(super) fn codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
+        let shards = self.steps.values().flat_map(|committed| &committed.shards);
+        shards.map(|shard| (shard.root.n, shard.root.k))
+    }
+}
+
+impl Node {
+    /// Reads the whole inventories of `nodes` and judges what they hold. Fails when any of them cannot be read to the end.
+    pub(super) async fn census(
+        &self,
+        nodes: &[NodeRecord],
+        generation: Generation,
+    ) -> Result<Census, Failure> {
+        let mut sources: Vec<Source> = nodes
+            .iter()
+            .map(|node| Source {
+                node: node.clone(),
+                page: VecDeque::new(),
+                next: None,
+                is_done: false,
+            })
+            .collect();
+        try_join_all(sources.iter_mut().map(|source| self.fill(source))).await?;
+        let mut census = Census::default();
+        while let Some((save, evidence)) = self.next_save(&mut sources).await? {
+            census.add(evidence.judge(save, generation), generation);
+        }
+        Ok(census)
+    }
+
+    /// Fetches the next page of a source that has none.
+    async fn fill(&self, source: &mut Source) -> Result<(), Failure> {
+        while source.page.is_empty() && !source.is_done {
+            let call = Inventory { after: source.next, only: None };
+            let to = address(&node_address(&source.node));
+            let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
+            source.is_done = page.next.is_none();
+            source.next = page.next;
+            source.page = page.shards.into();
+        }
+        Ok(())
+    }
+
+    async fn next_save(
+        &self,
+        sources: &mut [Source],
+    ) -> Result<Option<(SaveId, SaveEvidence)>, Failure> {
+        let first = sources.iter().filter_map(|source| source.page.front()).map(|held| held.shard);
+        let Some(save) = first.min().map(ShardId::save) else { return Ok(None) };
+        let mut evidence = SaveEvidence::default();
+        let asked: Vec<NodeRecord> = sources.iter().map(|source| source.node.clone()).collect();
+        for source in sources {
+            let node = NodeId::of(&source.node.name);
+            while let Some(held) = source.page.pop_front_if(|held| held.shard.save() == save) {
+                evidence.add(self.settings.cluster, node, &held);
+                self.fill(source).await?;
+            }
+        }
+        // A node whose files of a removed save are gone has nothing of it to list.
+        if evidence.is_marked() {
+            let asks = asked.iter().map(|node| async move {
+                let to = address(&node_address(node));
+                self.caller.call_within(&to, &Buried { save }, PAGE_LIMIT).await
+            });
+            if try_join_all(asks).await?.contains(&true) {
+                evidence.bury();
+            }
+        }
+        Ok(Some((save, evidence)))
+    }
+
+    /// Whether any of `nodes` has a commit mark of `save`; `None` when not all of them say.
+    pub(super) async fn is_marked(&self, nodes: &[NodeRecord], save: SaveId) -> Option<bool> {
+        let asks = nodes.iter().map(|node| async move {
+            let mut after = None;
+            loop {
+                let call = Inventory { after, only: Some(save) };
+                let to = address(&node_address(node));
+                let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
+                if page.shards.iter().any(|held| held.mark.is_some()) {
+                    return Ok::<_, Failure>(true);
+                }
+                if page.next.is_none() {
+                    return Ok(false);
+                }
+                after = page.next;
+            }
+        });
+        let answers = try_join_all(asks).await.ok()?;
+        Some(answers.into_iter().any(|marked| marked))
+    }
+}
+
+/// How a node is called.
+pub(super) fn node_address(node: &NodeRecord) -> NodeAddress {
+    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
+}

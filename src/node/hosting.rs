@@ -1,0 +1,215 @@
+//! Whether this daemon serves the catalogue, and whether it may change it (docs/semantics.md, 8).
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::Node;
+use super::gateway::renewal;
+use crate::catalogue::local::LocalCatalogue;
+use crate::catalogue::{Catalogue, CatalogueError};
+use crate::format::records::{Members, Node as NodeRecord};
+use crate::id::Epoch;
+use crate::net::call::address;
+use crate::store::{Kv, KvError, Maps, Store};
+use crate::wire::NodeAddress;
+use crate::wire::calls::{Hello, HelloAnswer};
+
+/// A member that does not say its epoch within this is not counted.
+const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// A home that has heard too few nodes so often in a row changes nothing until it hears more.
+const MISSED_ROUNDS: u32 = 2;
+/// Between two rounds of a home that changes nothing.
+const CANDIDATE_WAIT: Duration = Duration::from_millis(500);
+/// Members asked at once.
+const AT_ONCE: usize = 32;
+
+/// What this daemon is to the catalogue.
+pub(super) struct Hosting {
+    state: Mutex<State>,
+    maps: Arc<dyn Maps>,
+}
+
+enum State {
+    /// It has no map, or one that is not to be used; why, if that is worth telling.
+    No(Option<String>),
+    /// It has a map, which changes nothing until enough nodes have said that no other catalogue has begun.
+    Here(Arc<LocalCatalogue>),
+}
+
+/// What opens a map as a catalogue.
+type Open<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
+
+impl Hosting {
+    /// Looks at the map of this daemon. Where there is none, one is begun only by a daemon that is told to `begin`, in a data folder
+    /// that has never seen an epoch.
+    pub(super) fn start(
+        maps: Arc<dyn Maps>,
+        begin: bool,
+        seen: Epoch,
+        open: Open<'_>,
+    ) -> Result<Self, CatalogueError> {
+        let is_new = seen == Epoch::default();
+        let store = |error: KvError| CatalogueError::Store(error.to_string());
+        let gone = || CatalogueError::Gone { seen, found: Epoch::default() };
+        let opened = match maps.existing().map_err(store)? {
+            Some(kv) => open(kv).map(Some),
+            None if begin && is_new => open(maps.fresh().map_err(store)?).map(Some),
+            None if begin => Err(gone()),
+            None => Ok(None),
+        };
+        let state = match opened {
+            Ok(Some(local)) => {
+                // Begun just now there is nobody to ask; nodes that know another map do not come.
+                local.set_read_only(!is_new);
+                State::Here(Arc::new(local))
+            }
+            Ok(None) => State::No(None),
+            Err(error @ (CatalogueError::Gone { .. } | CatalogueError::Incomplete { .. })) => {
+                tracing::error!(%error, "this daemon does not serve the catalogue");
+                State::No(Some(error.to_string()))
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Self { state: Mutex::new(state), maps })
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn maps(&self) -> &Arc<dyn Maps> {
+        &self.maps
+    }
+
+    /// The catalogue, if this daemon serves it. One whose node has noted a later epoch, or another map of the same one, stands down here
+    /// and now.
+    pub(super) fn home(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
+        let mut state = self.state();
+        let State::Here(local) = &*state else { return None };
+        let (epoch, map) = (store.epoch(), store.map());
+        let is_other = epoch == local.epoch() && map.is_some_and(|map| map != local.map());
+        if epoch <= local.epoch() && !is_other {
+            return Some(local.clone());
+        }
+        let why = format!(
+            "the catalogue here is of epoch {}, which is over: epoch {epoch} has begun elsewhere; the folder can be removed",
+            local.epoch()
+        );
+        tracing::warn!(why, "standing down");
+        *state = State::No(Some(why));
+        None
+    }
+
+    /// From here on this daemon serves `local`.
+    pub(super) fn serve(&self, local: Arc<LocalCatalogue>) {
+        *self.state() = State::Here(local);
+    }
+
+    /// What an operator should know.
+    pub(super) fn note(&self) -> Option<String> {
+        match &*self.state() {
+            State::No(why) => why.clone(),
+            State::Here(local) if local.is_read_only() => Some(
+                "its catalogue changes nothing: it hears from less than half of the storage nodes"
+                    .into(),
+            ),
+            State::Here(_) => None,
+        }
+    }
+}
+
+/// How many storage nodes a rebuild may be without: with all others a mark, and n-k+1 receipts, of everything that was committed are seen.
+pub(super) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
+    let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
+    codes.into_iter().map(of).min().unwrap_or(0)
+}
+
+impl Node {
+    /// A home changes things only while it hears from more than half of the storage nodes that no other catalogue has begun. A rebuild
+    /// needs more than half of them too: so no two catalogues change at the same time.
+    pub(super) async fn keep_hosting(self: Arc<Self>) {
+        let mut missed = 0;
+        loop {
+            let Some(local) = self.hosted_catalogue() else {
+                self.clock.sleep(self.settings.lease).await;
+                continue;
+            };
+            let hears = self.hears_enough(&local).await;
+            missed = if hears { 0 } else { missed + 1 };
+            if local.is_read_only() && hears {
+                tracing::info!(epoch = %local.epoch(), "the catalogue is served");
+                local.set_read_only(false);
+            } else if !local.is_read_only() && missed >= MISSED_ROUNDS {
+                tracing::warn!(epoch = %local.epoch(), "the catalogue changes nothing: too few nodes are heard");
+                local.set_read_only(true);
+            }
+            let wait =
+                if local.is_read_only() { CANDIDATE_WAIT } else { renewal(self.settings.lease) };
+            self.clock.sleep(wait).await;
+        }
+    }
+
+    /// Asks the storage nodes that the map knows, and notes what is later than the map.
+    async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
+        let Ok(nodes) = local.nodes().await else { return false };
+        let storage: Vec<NodeRecord> =
+            nodes.into_iter().map(|view| view.node).filter(|node| node.storage).collect();
+        let mut heard = 0;
+        for (node, hello) in self.hello_all(&storage).await {
+            let is_other =
+                hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.map());
+            if hello.epoch > local.epoch() || is_other {
+                tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
+                let noted = self.on_store(move |store| match hello.map {
+                    Some(map) if !is_other => store.note_map(hello.epoch, map),
+                    // Two maps of one epoch: neither goes on.
+                    _ => store
+                        .raise_epoch(hello.epoch.max(Epoch(hello.epoch.0 + u64::from(is_other)))),
+                });
+                if let Err(error) = noted.await {
+                    tracing::warn!(%error, "a later epoch was not noted");
+                }
+                return false;
+            }
+            heard += 1;
+        }
+        storage.is_empty() || heard * 2 > storage.len()
+    }
+
+    /// Those of `nodes` that say who they are, in time.
+    pub(super) async fn hello_all(&self, nodes: &[NodeRecord]) -> Vec<(NodeRecord, HelloAnswer)> {
+        let ask = |node: NodeRecord| async move {
+            let to = NodeAddress { name: node.name.clone(), host_port: node.address.clone() };
+            let hello = self
+                .caller
+                .call_within(&address(&to), &Hello { me: Some(self.record()) }, HELLO_LIMIT)
+                .await
+                .ok()?;
+            (hello.cluster == self.settings.cluster).then_some((node, hello))
+        };
+        let asks: Vec<_> = nodes.iter().cloned().map(ask).collect();
+        let mut asks = stream::iter(asks).buffer_unordered(AT_ONCE);
+        let mut answers = Vec::new();
+        while let Some(answer) = asks.next().await {
+            answers.extend(answer);
+        }
+        answers
+    }
+
+    /// Remembers who the other nodes are, for the day on which no catalogue answers.
+    pub(super) async fn remember_members(&self) -> Result<(), crate::wire::Failure> {
+        let mut nodes: Vec<NodeRecord> =
+            self.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
+        nodes.sort_by(|a, b| a.name.cmp(&b.name));
+        self.remote.know(
+            nodes.iter().map(|node| NodeAddress {
+                name: node.name.clone(),
+                host_port: node.address.clone(),
+            }),
+        );
+        self.on_store(move |store| store.put_members(&Members { nodes })).await
+    }
+}

@@ -1,0 +1,358 @@
+//! The policy, applied by the daemon that hosts the catalogue: what is old is archived or retired (docs/semantics.md, 8).
+//!
+//! One round a lease period, each of them from what the catalogue says then; what is remembered between two rounds only
+//! saves work. It begins at most one archiving and a few removals a round; both go the way that a person's go.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::Node;
+use super::failure::failure;
+use super::waits::Waits;
+use crate::catalogue::records::{
+    ARCHIVINGS, Archiving, CHECKPOINTS, Waiting, checkpoint_key, parse, parse_archiving_key,
+    parse_checkpoint_key, read, roots_prefix, state_key,
+};
+use crate::catalogue::{Catalogue, MAX_PAGE};
+use crate::config::{Fate, Rule};
+use crate::format::records::{
+    Checkpoint, RemoveReason, Removing, Saved, ShardRoot, ShardState, StripeState,
+};
+use crate::id::{Job, SaveId, Step};
+use crate::kind::Kind;
+use crate::wire::Failure;
+use crate::wire::calls::{ArchiveOptions, PlanChoice, PolicyStatus};
+use crate::wire::order::Codec;
+use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
+
+/// Steps retired in one round.
+const RETIRED_AT_ONCE: usize = 8;
+/// While so many archivings are asked for, the policy asks for no more: nodes are missing, or others are at work.
+const MAX_WISHES: usize = 4;
+/// Steps whose shards are looked at in one round.
+const LOOKED_AT_ONCE: usize = 256;
+/// Saves that are remembered as archived; others are looked at again.
+const MAX_ARCHIVED: usize = 131_072;
+/// Waiting work that `status` names.
+const MAX_VIEWS: usize = 64;
+
+/// How the policy archives.
+const OPTIONS: ArchiveOptions =
+    ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
+
+/// A save that is being removed.
+pub(super) struct Pending {
+    pub(super) job: Job,
+    pub(super) step: Step,
+    pub(super) entry: Removing,
+}
+
+/// What a walk over all checkpoints found.
+#[derive(Default)]
+pub(super) struct Survey {
+    /// Committed steps of each job.
+    pub(super) committed: BTreeMap<Job, u64>,
+    /// Removals that may be tried now; a bounded number of them.
+    pub(super) due: Vec<Pending>,
+    /// All that are under way.
+    pub(super) removing: u64,
+}
+
+/// What only saves work from round to round.
+#[derive(Default)]
+pub(super) struct Looked {
+    archived: HashSet<SaveId>,
+    /// Where the last round stopped looking.
+    cursor: Option<(Job, Step)>,
+    archiving: Option<JoinHandle<()>>,
+}
+
+/// What the rounds share with the archiving under way and with those who ask.
+pub(super) struct Desk {
+    waits: Waits,
+    answer: PolicyAnswer,
+}
+
+impl Desk {
+    pub(super) fn new(lease: std::time::Duration) -> Mutex<Self> {
+        Mutex::new(Self { waits: Waits::new(lease), answer: PolicyAnswer::default() })
+    }
+}
+
+/// An archiving that is asked for.
+type Wish = (Job, Step, Option<Waiting>);
+
+/// One round, as far as it has come.
+#[derive(Default)]
+struct Round {
+    retired: Vec<Pending>,
+    to_retire: u64,
+    to_archive: u64,
+    still_archived: HashSet<SaveId>,
+    looked: usize,
+    stopped_at: Option<(Job, Step)>,
+    /// The first step that is to be archived and may be tried now.
+    next: Option<(Job, Step, SaveId)>,
+}
+
+impl Node {
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.policy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One round; gives what it has retired. `removals` are those that wait, for `status`.
+    pub(super) async fn apply_policy(
+        self: &Arc<Self>,
+        survey: &Survey,
+        removals: &Waits,
+        memory: &mut Looked,
+    ) -> Result<Vec<Pending>, Failure> {
+        let catalogue = self.catalogue();
+        let wishes = wishes(&*catalogue).await?;
+        let mut round = Round::default();
+        for (job, count) in &survey.committed {
+            let rule = self.settings.policy.of(job);
+            if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
+                self.walk(&*catalogue, (job, *count, rule), &wishes, memory, &mut round).await?;
+            }
+        }
+        memory.archived = std::mem::take(&mut round.still_archived);
+        memory.cursor = round.stopped_at.take();
+        if memory.archiving.as_ref().is_none_or(JoinHandle::is_finished)
+            && wishes.len() < MAX_WISHES
+            && let Some((job, step, save)) = round.next.take()
+        {
+            memory.archiving = Some(self.archive_by_policy(job, step, save));
+        }
+        let removing = survey.removing + round.retired.len() as u64;
+        self.report(&round, &wishes, removals, removing);
+        Ok(round.retired)
+    }
+
+    /// All committed steps of one job, oldest first.
+    async fn walk(
+        &self,
+        catalogue: &dyn Catalogue,
+        (job, count, rule): (&Job, u64, Rule),
+        wishes: &[Wish],
+        memory: &Looked,
+        round: &mut Round,
+    ) -> Result<(), Failure> {
+        let prefix = format!("{CHECKPOINTS}{job}/");
+        let (mut after, mut newer): (Option<String>, u64) = (None, count);
+        loop {
+            let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
+            let Some((last, _)) = page.last() else { return Ok(()) };
+            after = Some(last.clone());
+            for (key, entry) in &page {
+                let checkpoint: Checkpoint = parse(key, &entry.value)?;
+                let (Some((_, step)), Some(saved)) =
+                    (parse_checkpoint_key(key), checkpoint.committed)
+                else {
+                    continue;
+                };
+                newer = newer.saturating_sub(1);
+                match rule.fate(step, newer) {
+                    Fate::Stays => {}
+                    Fate::Retired => self.retire(catalogue, job, step, &saved, rule, round).await?,
+                    Fate::Archived if memory.archived.contains(&saved.save) => {
+                        round.still_archived.insert(saved.save);
+                    }
+                    Fate::Archived => {
+                        round.to_archive += 1;
+                        let passed = |(j, s): &(Job, Step)| (job, step) <= (j, *s);
+                        let is_new = !memory.cursor.as_ref().is_some_and(passed);
+                        let is_due = self.desk().waits.is_due(saved.save, self.clock.now());
+                        let is_asked = wishes.iter().any(|(j, s, _)| (j, *s) == (job, step));
+                        if is_new && is_due && !is_asked && round.next.is_none() {
+                            self.look(catalogue, (job, step, saved.save), round).await?;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Finds out whether a step is archived already, and picks it if not.
+    async fn look(
+        &self,
+        catalogue: &dyn Catalogue,
+        (job, step, save): (&Job, Step, SaveId),
+        round: &mut Round,
+    ) -> Result<(), Failure> {
+        if round.looked >= LOOKED_AT_ONCE {
+            return Ok(());
+        }
+        round.looked += 1;
+        if round.looked == LOOKED_AT_ONCE {
+            round.stopped_at = Some((job.clone(), step));
+        }
+        if !is_archived(catalogue, save).await? {
+            round.next = Some((job.clone(), step, save));
+        } else {
+            round.to_archive -= 1;
+            if round.still_archived.len() < MAX_ARCHIVED {
+                round.still_archived.insert(save);
+            }
+        }
+        Ok(())
+    }
+
+    async fn retire(
+        &self,
+        catalogue: &dyn Catalogue,
+        job: &Job,
+        step: Step,
+        saved: &Saved,
+        rule: Rule,
+        round: &mut Round,
+    ) -> Result<(), Failure> {
+        let Some(keep_newest) = rule.keep_newest else { return Ok(()) };
+        if round.retired.len() >= RETIRED_AT_ONCE {
+            round.to_retire += 1;
+            return Ok(());
+        }
+        // The count of the survey may be old: newer steps may have gone since.
+        if !has_newer(catalogue, job, step, u64::from(keep_newest.max(1))).await? {
+            return Ok(());
+        }
+        let reason = RemoveReason::Retired;
+        if let Some(entry) = self.unpublish(job, step, Some(saved.save), reason).await? {
+            tracing::info!(
+                %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
+                "retired by the policy: enough newer steps are committed"
+            );
+            round.retired.push(Pending { job: job.clone(), step, entry });
+        }
+        Ok(())
+    }
+
+    /// The wish is recorded as a client's is, so that another daemon goes on with it when this one vanishes.
+    fn archive_by_policy(self: &Arc<Self>, job: Job, step: Step, save: SaveId) -> JoinHandle<()> {
+        let archive_all_but = self.settings.policy.of(&job).archive_all_but;
+        tracing::info!(%job, %step, %save, archive_all_but, "archived by the policy: enough newer steps are committed");
+        let coordinator = self.coordinator();
+        self.spawn(|node| async move {
+            // Nobody watches this one: its events go nowhere.
+            let (events, _) = mpsc::channel(1);
+            let archived = coordinator.archive(&job, step, OPTIONS, &events).await;
+            let left = match archived {
+                Ok(()) => match is_archived(&*node.catalogue(), save).await {
+                    Ok(true) => None,
+                    Ok(false) => Some("nodes that are away still have replicas of it".to_owned()),
+                    Err(error) => Some(error.to_string()),
+                },
+                Err(error) => Some(error.to_string()),
+            };
+            let waits = &mut node.desk().waits;
+            match left {
+                None => {
+                    tracing::info!(%job, %step, "archived by the policy");
+                    waits.ended(save);
+                }
+                Some(why) => {
+                    tracing::warn!(%job, %step, why, "the policy's archiving goes on later");
+                    waits.failed(save, (&job, step), node.clock.now(), why);
+                }
+            }
+        })
+    }
+
+    fn report(&self, round: &Round, wishes: &[Wish], removals: &Waits, removing: u64) {
+        let mut desk = self.desk();
+        desk.waits.end_round();
+        // What is asked for waits, or is at work, in the catalogue; the failures that are remembered here are older.
+        let is_asked = |wait: &PolicyWait| {
+            wishes.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
+        };
+        let mut waiting: Vec<PolicyWait> =
+            desk.waits.views().filter(|wait| !is_asked(wait)).chain(removals.views()).collect();
+        waiting.extend(wishes.iter().filter_map(|(job, step, waiting)| {
+            let Waiting { failures, why } = waiting.clone()?;
+            Some(PolicyWait { job: job.clone(), step: *step, failures, why })
+        }));
+        waiting.sort_by(|a, b| (&a.job, a.step).cmp(&(&b.job, b.step)));
+        waiting.truncate(MAX_VIEWS);
+        desk.answer = PolicyAnswer {
+            rules: Vec::new(),
+            to_archive: round.to_archive,
+            to_retire: round.to_retire,
+            removing,
+            waiting,
+        };
+    }
+
+    pub(super) async fn policy_status(&self, _: PolicyStatus) -> Result<PolicyAnswer, Failure> {
+        if !self.serves() {
+            let text = "this node does not host the catalogue, and applies no policy";
+            return Err(failure(Kind::Unavailable, text));
+        }
+        let rule = |job: Option<&Job>, rule: &Rule| PolicyRule {
+            job: job.cloned(),
+            archive_all_but: rule.archive_all_but,
+            keep_newest: rule.keep_newest,
+            keep_every: rule.keep_every,
+        };
+        let policy = &self.settings.policy;
+        let single = policy.jobs.iter().map(|(job, of_job)| rule(Some(job), of_job));
+        let rules = std::iter::once(rule(None, &policy.rule)).chain(single).collect();
+        Ok(PolicyAnswer { rules, ..self.desk().answer.clone() })
+    }
+}
+
+/// Archivings that are asked for; the first page of them, which is more than the policy waits for.
+async fn wishes(catalogue: &dyn Catalogue) -> Result<Vec<Wish>, Failure> {
+    let mut wishes = Vec::new();
+    for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
+        let archiving: Archiving = parse(&key, &entry.value)?;
+        if let Some((job, step)) = parse_archiving_key(&key) {
+            wishes.push((job, step, archiving.waiting));
+        }
+    }
+    Ok(wishes)
+}
+
+/// Whether nothing is left to archive or to drop of a save.
+async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, Failure> {
+    let prefix = roots_prefix(save);
+    let mut after: Option<String> = None;
+    loop {
+        let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
+        let Some((last, _)) = page.last() else { return Ok(true) };
+        after = Some(last.clone());
+        for (key, entry) in &page {
+            let root: ShardRoot = parse(key, &entry.value)?;
+            // A state that is absent is that of a save which is gone.
+            let state = read::<ShardState>(catalogue, &state_key(root.shard)).await?;
+            let is_done =
+                |state: StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
+            if state.is_some_and(|(state, _)| !state.runs.iter().all(|run| is_done(run.state))) {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+/// Whether `enough` steps of the job behind `step` are committed now.
+async fn has_newer(
+    catalogue: &dyn Catalogue,
+    job: &Job,
+    step: Step,
+    enough: u64,
+) -> Result<bool, Failure> {
+    let prefix = format!("{CHECKPOINTS}{job}/");
+    let mut after = checkpoint_key(job, step);
+    let mut newer = 0;
+    while newer < enough {
+        let page = catalogue.list(&prefix, Some(&after), MAX_PAGE).await?;
+        let Some((last, _)) = page.last() else { return Ok(false) };
+        after = last.clone();
+        for (key, entry) in &page {
+            newer += u64::from(parse::<Checkpoint>(key, &entry.value)?.committed.is_some());
+        }
+    }
+    Ok(true)
+}

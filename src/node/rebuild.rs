@@ -1,0 +1,334 @@
+//! A lost catalogue, made again from what the nodes hold (docs/semantics.md, 8).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, PoisonError};
+
+use futures_util::future::join_all;
+
+use super::Node;
+use super::census::{Census, node_address};
+use super::failure::failure;
+use super::hosting::tolerated;
+use crate::catalogue::evidence::Committed;
+use crate::catalogue::local::LocalCatalogue;
+use crate::catalogue::map::MapWriter;
+use crate::catalogue::records::{
+    Archiving, NODES, archiving_key, checkpoint_key, orphan_key, root_key, state_key,
+};
+use crate::code::{Code, CodeId, table};
+use crate::format::records::{
+    Checkpoint, CommitMark, Home, Node as NodeRecord, Record, StripeState,
+};
+use crate::id::{Epoch, Generation, LeaseId, MapId, NodeId, StripeId};
+use crate::kind::Kind;
+use crate::wire::Failure;
+use crate::wire::calls::{
+    ArchiveOptions, Claim, Members, PlanChoice, PutMark, Rebuild, RebuildAnswer,
+};
+use crate::wire::order::Codec;
+
+/// Rounds in which members name further members.
+const MEMBER_ROUNDS: usize = 4;
+/// Entries of the lists of an answer.
+const MAX_LISTED: usize = 1000;
+
+impl Node {
+    pub(super) async fn claim(&self, call: Claim) -> Result<(), Failure> {
+        let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
+        self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
+        self.remote.expect(call.epoch, call.map);
+        self.remote.believe(call.epoch, call.home);
+        Ok(())
+    }
+
+    pub(super) async fn members(&self) -> Result<Vec<NodeRecord>, Failure> {
+        let mut nodes = self.on_store(|store| store.members()).await?.nodes;
+        let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, node) in met.iter() {
+            if !nodes.iter().any(|known| known.name == *name) {
+                nodes.push(node.clone());
+            }
+        }
+        Ok(nodes)
+    }
+
+    /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
+    pub(super) async fn rebuild(self: &Arc<Self>, call: Rebuild) -> Result<RebuildAnswer, Failure> {
+        let node = self.clone();
+        let work = self.tasks.spawn(async move {
+            let Ok(_alone) = node.rebuilding.try_lock() else {
+                return Err(failure(Kind::Exists, "a rebuild is under way here: wait for it"));
+            };
+            node.rebuild_now(call.accept_loss).await
+        });
+        work.await.map_err(|_| {
+            failure(Kind::Unavailable, "the daemon is stopping: rebuild again, here or elsewhere")
+        })?
+    }
+
+    async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, Failure> {
+        if self.catalogue().nodes().await.is_ok() {
+            let home = self.catalogue_home().map(|home| home.name.to_string()).unwrap_or_default();
+            let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
+            return Err(failure(Kind::Exists, text));
+        }
+        let (members, latest) = self.gather_members().await?;
+        let epoch = Epoch(latest.max(self.store.epoch()).0 + 1);
+        let generation = Generation { epoch, counter: 0 };
+        let reached = self.reached(&members).await;
+        enough(&members, &reached, self.configured_codes(), accept_loss)?;
+        // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
+        let preview = self.census(&storage(&reached), generation).await?;
+        check_census(&preview, &members, &reached, accept_loss)?;
+        drop(preview);
+
+        let map = MapId(self.entropy.id());
+        let claimed = self.claim_all(&reached, epoch, map).await?;
+        enough(&members, &claimed, self.configured_codes(), accept_loss)?;
+        tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
+        // Again, now that nothing of an older epoch is taken any more.
+        let sources = storage(&claimed);
+        let census = self.census(&sources, generation).await?;
+        check_census(&census, &members, &claimed, accept_loss)?;
+        let mut answer = RebuildAnswer {
+            epoch,
+            home: self.settings.name.to_string(),
+            reached: sources.iter().map(|node| node.name.clone()).collect(),
+            missing: without(&members, &claimed).map(|node| node.name.clone()).collect(),
+            orphans: u32::try_from(census.orphans.len()).unwrap_or(u32::MAX),
+            incomplete: census.incomplete,
+            ..RebuildAnswer::default()
+        };
+        let fresh = self.hosting.maps().fresh();
+        let fresh = fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))?;
+        let mut writer = MapWriter::new(fresh);
+        for node in &members {
+            writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
+        }
+        for committed in census.steps.into_values() {
+            self.mark_again(&sources, &committed, epoch).await;
+            self.write_step(&mut writer, *committed, &mut answer)?;
+        }
+        for removing in &census.orphans {
+            writer.put(&orphan_key(removing.save), &removing.to_bytes()?)?;
+        }
+        answer.incomplete.truncate(MAX_LISTED);
+        answer.damaged.truncate(MAX_LISTED);
+        let kv = writer.finish(epoch, map)?;
+        let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
+        let local = LocalCatalogue::open(kv, clock, entropy, self.settings.lease, epoch)?;
+        self.hosting.serve(Arc::new(local));
+        tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
+        Ok(answer)
+    }
+
+    fn configured_codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
+        self.settings.codes.iter().copied()
+    }
+
+    /// Those of `members` that answer and have been part of the cluster: an empty node has nothing to say.
+    async fn reached(&self, members: &[NodeRecord]) -> Vec<NodeRecord> {
+        let answers = self.hello_all(members).await.into_iter();
+        let has_seen = answers.filter(|(_, hello)| hello.epoch > Epoch::default());
+        has_seen.map(|(node, _)| node).collect()
+    }
+
+    /// All nodes that any reached node has heard of, and the greatest epoch.
+    async fn gather_members(&self) -> Result<(Vec<NodeRecord>, Epoch), Failure> {
+        let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
+        let add = |nodes: Vec<NodeRecord>, known: &mut BTreeMap<_, NodeRecord>| {
+            let before = known.len();
+            for node in nodes {
+                known.entry(node.name.clone()).or_insert(node);
+            }
+            known.len() > before
+        };
+        add(vec![self.record()], &mut known);
+        add(self.members().await?, &mut known);
+        let mut latest = Epoch::default();
+        for _ in 0..MEMBER_ROUNDS {
+            let nodes: Vec<NodeRecord> = known.values().cloned().collect();
+            let reached = self.hello_all(&nodes).await;
+            latest = reached.iter().map(|(_, hello)| hello.epoch).max().unwrap_or(latest);
+            let asks = reached.iter().map(|(node, _)| async {
+                let to = node_address(node);
+                self.caller.call(&to, &Members {}).await.unwrap_or_default()
+            });
+            let found: Vec<NodeRecord> = join_all(asks).await.into_iter().flatten().collect();
+            if !add(found, &mut known) {
+                break;
+            }
+        }
+        Ok((known.into_values().collect(), latest))
+    }
+
+    /// Has `map` claimed as the catalogue of `epoch`; answers with the nodes that did.
+    async fn claim_all(
+        &self,
+        reached: &[NodeRecord],
+        epoch: Epoch,
+        map: MapId,
+    ) -> Result<Vec<NodeRecord>, Failure> {
+        let call = Claim { epoch, map, home: self.address() };
+        // This node first: whoever cannot claim here claims nowhere.
+        self.claim(call.clone()).await?;
+        let asks = reached.iter().map(|node| {
+            let call = &call;
+            async move { (node, self.caller.call(&node_address(node), call).await) }
+        });
+        let mut claimed = Vec::new();
+        for (node, answer) in join_all(asks).await {
+            match answer {
+                Ok(()) => claimed.push(node.clone()),
+                Err(error) if error.kind() == Kind::Fenced => {
+                    let text = format!("node {} refuses epoch {epoch}: {error}", node.name);
+                    return Err(failure(Kind::Fenced, text));
+                }
+                Err(error) => tracing::warn!(node = %node.name, %error, "a node did not claim"),
+            }
+        }
+        Ok(claimed)
+    }
+
+    /// Marks on the nodes that have none, as far as they can be reached: one mark was enough to bring the save back.
+    async fn mark_again(&self, sources: &[NodeRecord], committed: &Committed, epoch: Epoch) {
+        for shard in &committed.shards {
+            let mark = CommitMark {
+                cluster: self.settings.cluster,
+                saved: committed.saved.clone(),
+                root: shard.root.clone(),
+            };
+            let Ok(bytes) = mark.to_bytes() else { continue };
+            let call = PutMark { bytes, epoch };
+            let ring = |node: &NodeId| shard.root.ring.iter().any(|member| member.node == *node);
+            let puts = sources.iter().map(|source| {
+                let (call, node) = (&call, NodeId::of(&source.name));
+                let is_missing = ring(&node) && !shard.marked.contains(&node);
+                async move {
+                    if is_missing
+                        && let Err(error) = self.caller.call(&node_address(source), call).await
+                    {
+                        tracing::info!(node = %source.name, %error, "not marked again");
+                    }
+                }
+            });
+            join_all(puts).await;
+        }
+    }
+
+    fn write_step(
+        &self,
+        map: &mut MapWriter,
+        committed: Committed,
+        answer: &mut RebuildAnswer,
+    ) -> Result<(), Failure> {
+        let Committed { job, step, saved, shards } = committed;
+        let mut unfinished = None;
+        for shard in shards {
+            let root = &shard.root;
+            unfinished = unfinished.or_else(|| shard.state.states().find_map(unfinished_code));
+            map.put(&state_key(root.shard), &shard.state.to_bytes()?)?;
+            map.put(&root_key(root.save, root.index), &root.to_bytes()?)?;
+            let damaged = shard.damaged.iter().map(|&index| StripeId { shard: root.shard, index });
+            answer.damaged.extend(damaged);
+            answer.shards += 1;
+        }
+        if let Some(code) = unfinished {
+            // A wish whose lease nobody keeps: a daemon takes it over when it is over.
+            let wish = Archiving {
+                node: self.id,
+                lease: LeaseId(self.entropy.id()),
+                options: options_for(code),
+                waiting: None,
+            };
+            map.put(&archiving_key(&job, step), &wish.to_bytes()?)?;
+        }
+        let checkpoint = Checkpoint { committed: Some(saved), ..Checkpoint::default() };
+        map.put(&checkpoint_key(&job, step), &checkpoint.to_bytes()?)?;
+        answer.steps += 1;
+        Ok(())
+    }
+}
+
+/// The code of a stripe whose archiving began and has not ended.
+fn unfinished_code(state: StripeState) -> Option<CodeId> {
+    match state {
+        StripeState::Archiving { code, .. }
+        | StripeState::Archived { code, dropped: false, .. } => Some(code),
+        _ => None,
+    }
+}
+
+/// How an archiving into `code` goes on.
+fn options_for(code: CodeId) -> ArchiveOptions {
+    let plan = match table::by_id(code) {
+        Some(Code::Rs(_)) => PlanChoice::BestStar,
+        _ => PlanChoice::Chain,
+    };
+    ArchiveOptions { plan, codec: Codec::Kernel, parallel: 0 }
+}
+
+fn storage(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
+    nodes.iter().filter(|node| node.storage).cloned().collect()
+}
+
+/// Storage nodes that are not among `reached`.
+fn without<'a>(
+    members: &'a [NodeRecord],
+    reached: &'a [NodeRecord],
+) -> impl Iterator<Item = &'a NodeRecord> {
+    let is_reached = |node: &NodeRecord| reached.iter().any(|other| other.name == node.name);
+    members.iter().filter(move |node| node.storage && !is_reached(node))
+}
+
+/// Refuses when a rebuild from `reached` could miss what was committed by one of `codes`, or meet another one.
+fn enough(
+    members: &[NodeRecord],
+    reached: &[NodeRecord],
+    codes: impl IntoIterator<Item = (u8, u8)>,
+    accept_loss: bool,
+) -> Result<(), Failure> {
+    let all = members.iter().filter(|node| node.storage).count();
+    let less_than_half = all.saturating_sub(1) / 2;
+    let may_miss = tolerated(codes).min(less_than_half);
+    let missing: Vec<&str> = without(members, reached).map(|node| node.name.as_str()).collect();
+    if accept_loss || missing.len() <= may_miss {
+        return Ok(());
+    }
+    let text = format!(
+        "{} of {all} storage nodes are reached, a rebuild may be without {may_miss}: start {}, or use --accept-loss",
+        all - missing.len(),
+        missing.join(", ")
+    );
+    Err(failure(Kind::Unavailable, text))
+}
+
+/// Refuses when what was found says that more has to be read, or that something is missing.
+fn check_census(
+    census: &Census,
+    members: &[NodeRecord],
+    reached: &[NodeRecord],
+    accept_loss: bool,
+) -> Result<(), Failure> {
+    if accept_loss {
+        return Ok(());
+    }
+    if census.codes().next().is_some() {
+        enough(members, reached, census.codes(), false)?;
+    }
+    let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
+    let unknown = census.ring().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
+    if !unknown.is_empty() {
+        let text = format!(
+            "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
+            unknown.len()
+        );
+        return Err(failure(Kind::Unavailable, text));
+    }
+    let Some(first) = census.incomplete.first() else { return Ok(()) };
+    let text = format!(
+        "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
+        census.incomplete.len()
+    );
+    Err(failure(Kind::Lost, text))
+}

@@ -1,0 +1,129 @@
+//! Waits that grow with every failure in a row: what cannot go on now is tried again, later each time.
+//!
+//! In memory only: after a restart everything is tried at once, once.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use crate::id::{Job, SaveId, Step};
+use crate::wire::policy::PolicyWait;
+
+/// The longest wait between two tries.
+const MAX_WAIT: Duration = Duration::from_secs(600);
+/// Saves that are waited for at once. What does not fit is not remembered, and its callers bound how much they try in a round.
+const MAX_WAITS: usize = 4096;
+
+/// The wait after so many failures in a row: `first`, then twice as long each time.
+pub(super) fn grown(first: Duration, failures: u32) -> Duration {
+    match failures.checked_sub(1) {
+        None => Duration::ZERO,
+        Some(doublings) => {
+            first.saturating_mul(1u32.checked_shl(doublings).unwrap_or(u32::MAX)).min(MAX_WAIT)
+        }
+    }
+}
+
+/// Work on saves that failed. A round asks for every save that it still has; [`Waits::end_round`] forgets the others.
+pub(super) struct Waits {
+    first: Duration,
+    waits: HashMap<SaveId, Wait>,
+}
+
+struct Wait {
+    job: Job,
+    step: Step,
+    failures: u32,
+    why: String,
+    due: Duration,
+    is_asked_for: bool,
+}
+
+impl Waits {
+    /// `first` is the wait after one failure.
+    pub(super) fn new(first: Duration) -> Self {
+        Self { first, waits: HashMap::new() }
+    }
+
+    /// Whether the save may be tried now.
+    pub(super) fn is_due(&mut self, save: SaveId, now: Duration) -> bool {
+        self.waits.get_mut(&save).is_none_or(|wait| {
+            wait.is_asked_for = true;
+            wait.due <= now
+        })
+    }
+
+    /// It was tried and did not come to its end.
+    pub(super) fn failed(
+        &mut self,
+        save: SaveId,
+        (job, step): (&Job, Step),
+        now: Duration,
+        why: String,
+    ) {
+        if self.waits.len() >= MAX_WAITS && !self.waits.contains_key(&save) {
+            return;
+        }
+        let failures = self.waits.get(&save).map_or(0, |wait| wait.failures).saturating_add(1);
+        let due = now.saturating_add(grown(self.first, failures));
+        // A round that is under way may have passed it already.
+        let is_asked_for = true;
+        let wait = Wait { job: job.clone(), step, failures, why, due, is_asked_for };
+        self.waits.insert(save, wait);
+    }
+
+    /// It came to its end.
+    pub(super) fn ended(&mut self, save: SaveId) {
+        self.waits.remove(&save);
+    }
+
+    /// Forgets what nobody has asked for since the last round.
+    pub(super) fn end_round(&mut self) {
+        self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
+    }
+
+    /// What waits, for people.
+    pub(super) fn views(&self) -> impl Iterator<Item = PolicyWait> {
+        self.waits.values().map(|wait| PolicyWait {
+            job: wait.job.clone(),
+            step: wait.step,
+            failures: wait.failures,
+            why: wait.why.clone(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn waits_double_up_to_their_limit() {
+        let waits: Vec<u64> =
+            [0, 1, 2, 3, 9, 10, 11, 40, u32::MAX].map(|n| grown(SECOND, n).as_secs()).to_vec();
+        assert_eq!(waits, [0, 1, 2, 4, 256, 512, 600, 600, 600]);
+    }
+
+    #[test]
+    fn what_failed_is_due_later_and_what_nobody_asks_for_is_forgotten() {
+        let mut waits = Waits::new(10 * SECOND);
+        let (job, save): (Job, SaveId) = ("a".parse().unwrap(), SaveId([1; 12]));
+        let mut tries = Vec::new();
+        for at in 0..200 {
+            let now = at * SECOND;
+            if waits.is_due(save, now) {
+                tries.push(at);
+                waits.failed(save, (&job, Step(1)), now, "away".into());
+            } else {
+                waits.end_round();
+            }
+        }
+        assert_eq!(tries, [0, 10, 30, 70, 150]);
+        let seen: Vec<u32> = waits.views().map(|view| view.failures).collect();
+        assert_eq!(seen, [5]);
+        waits.end_round();
+        waits.end_round();
+        assert!(waits.is_due(save, 160 * SECOND));
+    }
+}

@@ -1,0 +1,134 @@
+//! What a node remembers of its cluster: the highest epoch, who claimed it, and the other nodes (docs/semantics.md, 8).
+
+use super::StoreError;
+use super::folder::{EPOCH, Store};
+use crate::format::envelope::RecordKind;
+use crate::format::records::{Home, Members, SeenEpoch};
+use crate::id::{Epoch, MapId};
+
+const MEMBERS: &str = "members";
+
+impl Store {
+    /// The highest catalogue epoch that this node has seen.
+    pub fn epoch(&self) -> Epoch {
+        self.seen().epoch
+    }
+
+    /// Who claimed that epoch from this node.
+    pub fn home(&self) -> Option<Home> {
+        self.seen().home.clone()
+    }
+
+    /// The map of that epoch, as soon as this node has met it.
+    pub fn map(&self) -> Option<MapId> {
+        self.seen().map
+    }
+
+    /// Notes that `epoch` was seen, durably when it is a new one; refuses one that is over.
+    pub fn raise_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
+        let mut seen = self.seen();
+        refuse_older(&seen, epoch)?;
+        if epoch > seen.epoch {
+            self.note(&mut seen, SeenEpoch { epoch, map: None, home: None })?;
+        }
+        Ok(())
+    }
+
+    /// Notes durably that `map` is the catalogue of `epoch`; refuses an epoch that is over, or that has another map.
+    pub fn note_map(&self, epoch: Epoch, map: MapId) -> Result<(), StoreError> {
+        self.note_home(epoch, map, None)
+    }
+
+    /// The same, and that `home` serves it.
+    pub fn claim_epoch(&self, epoch: Epoch, map: MapId, home: Home) -> Result<(), StoreError> {
+        self.note_home(epoch, map, Some(home))
+    }
+
+    fn note_home(&self, epoch: Epoch, map: MapId, home: Option<Home>) -> Result<(), StoreError> {
+        let mut seen = self.seen();
+        refuse_older(&seen, epoch)?;
+        let is_known = epoch == seen.epoch && seen.map.is_some();
+        if is_known && seen.map != Some(map) {
+            return Err(StoreError::OtherMap { epoch });
+        }
+        if is_known && (home.is_none() || home == seen.home) {
+            return Ok(());
+        }
+        self.note(&mut seen, SeenEpoch { epoch, map: Some(map), home })
+    }
+
+    fn note(&self, seen: &mut SeenEpoch, now: SeenEpoch) -> Result<(), StoreError> {
+        self.put_sealed(EPOCH, RecordKind::Epoch, &now)?;
+        *seen = now;
+        Ok(())
+    }
+
+    /// The nodes of the cluster as this one last heard; empty when it never did.
+    pub fn members(&self) -> Result<Members, StoreError> {
+        Ok(self.get_sealed(MEMBERS, RecordKind::Members)?.unwrap_or_default())
+    }
+
+    /// Remembers the nodes of the cluster, durably.
+    pub fn put_members(&self, members: &Members) -> Result<(), StoreError> {
+        if self.members().is_ok_and(|known| known == *members) {
+            return Ok(());
+        }
+        self.put_sealed(MEMBERS, RecordKind::Members, members)
+    }
+}
+
+fn refuse_older(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
+    if epoch < seen.epoch {
+        return Err(StoreError::StaleEpoch { seen: seen.epoch, given: epoch });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::id::ClusterId;
+    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+
+    fn open(disk: &Arc<MemoryDisk>) -> Store {
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let (name, kv) = ("node-1".parse().unwrap(), Arc::new(MemoryKv::new()));
+        Store::open(disk.clone(), lock, kv, ClusterId([4; 16]), &name).unwrap().0
+    }
+
+    fn home(name: &str) -> Home {
+        Home { name: name.parse().unwrap(), address: format!("{name}:7440") }
+    }
+
+    #[test]
+    fn an_epoch_has_one_map_and_that_survives_a_power_cut() {
+        let disk = Arc::new(MemoryDisk::new(1 << 20));
+        let store = open(&disk);
+        let (ours, theirs) = (MapId([1; 16]), MapId([2; 16]));
+        store.raise_epoch(Epoch(2)).unwrap();
+        // Heard of, and claimed by nobody yet.
+        store.claim_epoch(Epoch(2), ours, home("a")).unwrap();
+        store.note_map(Epoch(2), ours).unwrap();
+        for other in
+            [store.claim_epoch(Epoch(2), theirs, home("b")), store.note_map(Epoch(2), theirs)]
+        {
+            assert!(matches!(other, Err(StoreError::OtherMap { epoch: Epoch(2) })));
+        }
+        drop(store);
+        let disk = Arc::new(disk.crash());
+        let store = open(&disk);
+        assert_eq!(
+            (store.epoch(), store.map(), store.home()),
+            (Epoch(2), Some(ours), Some(home("a")))
+        );
+        let older = store.claim_epoch(Epoch(1), ours, home("a"));
+        assert!(matches!(older, Err(StoreError::StaleEpoch { .. })));
+        store.raise_epoch(Epoch(2)).unwrap();
+        assert_eq!(store.home(), Some(home("a")));
+        store.claim_epoch(Epoch(3), theirs, home("b")).unwrap();
+        store.raise_epoch(Epoch(4)).unwrap();
+        assert_eq!((store.epoch(), store.map(), store.home()), (Epoch(4), None, None));
+    }
+}

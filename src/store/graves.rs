@@ -1,0 +1,123 @@
+//! The ids of removed saves whose files this node has swept: what is left of a tombstone.
+//!
+//! A save that is here was removed, for ever: no call takes an id out again. One small sealed record holds the ids that begin with the
+//! same byte (ids are random, so all records grow alike) and is replaced whole: after a crash the old or the new one is there.
+
+use std::sync::PoisonError;
+
+use serde::{Deserialize, Serialize};
+
+use super::StoreError;
+use super::folder::Store;
+use super::names::GRAVES;
+use crate::format::envelope::RecordKind;
+use crate::id::SaveId;
+
+/// Ids in one record: 3.6 MB of them fit into a small record.
+const MAX_GRAVES: usize = 300_000;
+
+/// The body of a record of graves.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Graves {
+    saves: Vec<SaveId>,
+}
+
+fn path_of(save: SaveId) -> String {
+    format!("{GRAVES}/{:02x}", save.0[0])
+}
+
+impl Store {
+    /// Notes for ever that a save was removed and swept; durable at the return. `false`: there is no room for it.
+    pub fn entomb(&self, save: SaveId) -> Result<bool, StoreError> {
+        let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
+        let path = path_of(save);
+        let mut graves: Graves = self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
+        if let Err(at) = graves.saves.binary_search(&save) {
+            if graves.saves.len() >= MAX_GRAVES {
+                return Ok(false);
+            }
+            graves.saves.insert(at, save);
+        }
+        // Also where it is there: an earlier call may have failed between its rename and its sync.
+        self.put_sealed(&path, RecordKind::Graves, &graves)?;
+        Ok(true)
+    }
+
+    /// Whether the save was removed and swept here. Graves that do not parse are an error: any save could be among them.
+    pub fn is_entombed(&self, save: SaveId) -> Result<bool, StoreError> {
+        let graves: Option<Graves> = self.get_sealed(&path_of(save), RecordKind::Graves)?;
+        Ok(graves.is_some_and(|graves| graves.saves.binary_search(&save).is_ok()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::id::ClusterId;
+    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+
+    fn open(disk: &MemoryDisk) -> Store {
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let name = "node-1".parse().unwrap();
+        let kv = Arc::new(MemoryKv::new());
+        Store::open(Arc::new(disk.clone()), lock, kv, ClusterId([1; 16]), &name).unwrap().0
+    }
+
+    fn save(first: u8, number: u8) -> SaveId {
+        SaveId([first, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, number])
+    }
+
+    #[test]
+    fn what_was_entombed_stays_so_over_a_power_cut_and_others_are_not() {
+        let disk = MemoryDisk::new(1 << 20);
+        let store = open(&disk);
+        for number in [7, 3, 9, 3] {
+            assert!(store.entomb(save(0x5a, number)).unwrap());
+        }
+        assert!(store.entomb(save(0x5b, 1)).unwrap());
+        drop(store);
+        let store = open(&disk.crash());
+        let found: Vec<u8> =
+            (0..12).filter(|&n| store.is_entombed(save(0x5a, n)).unwrap()).collect();
+        assert_eq!(found, [3, 7, 9]);
+        assert!(store.is_entombed(save(0x5b, 1)).unwrap());
+        assert!(!store.is_entombed(save(0x00, 1)).unwrap());
+    }
+
+    #[test]
+    fn a_failed_write_leaves_those_that_were_there() {
+        for failing in 0..12 {
+            let disk = MemoryDisk::new(1 << 20);
+            let store = open(&disk);
+            store.entomb(save(1, 1)).unwrap();
+            disk.fail_after(failing);
+            let second = store.entomb(save(1, 2));
+            drop(store);
+            let store = open(&disk.crash());
+            assert!(store.is_entombed(save(1, 1)).unwrap(), "operation {failing}");
+            assert!(second.is_err() || store.is_entombed(save(1, 2)).unwrap());
+        }
+    }
+
+    #[test]
+    fn damaged_graves_are_an_error_and_full_ones_take_no_more() {
+        let disk = MemoryDisk::new(16 << 20);
+        let store = open(&disk);
+        let full: Vec<SaveId> = (0..MAX_GRAVES as u32)
+            .map(|n| {
+                let [a, b, c, d] = n.to_be_bytes();
+                SaveId([2, 0, 0, 0, 0, 0, 0, 0, a, b, c, d])
+            })
+            .collect();
+        store.put_sealed("graves/02", RecordKind::Graves, &Graves { saves: full }).unwrap();
+        assert!(store.entomb(save(2, 0)).unwrap());
+        assert!(!store.entomb(SaveId([2; 12])).unwrap());
+        assert!(!store.is_entombed(SaveId([2; 12])).unwrap());
+        let file = disk.open("graves/02").unwrap();
+        file.write_at(b"x", 100).unwrap();
+        assert!(store.is_entombed(save(2, 0)).is_err());
+        assert!(store.entomb(SaveId([2; 12])).is_err());
+    }
+}

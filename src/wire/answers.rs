@@ -1,0 +1,359 @@
+//! What comes back from calls, and the parts of which calls and answers are made.
+
+use serde::{Deserialize, Serialize};
+
+use super::NodeAddress;
+#[allow(unused_imports)] // named in the documentation
+use super::calls::*;
+use crate::code::CodeId;
+use crate::format::file::FileName;
+use crate::format::records::{Node, Saved, ShardRoot, ShardState};
+use crate::id::{
+    Attempt, ClusterId, Epoch, Generation, Job, LeaseId, MapId, PeerName, SaveId, ShardId, Step,
+    StripeId,
+};
+
+/// Answer to [`Hello`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HelloAnswer {
+    /// The cluster.
+    pub cluster: ClusterId,
+    /// The node.
+    pub node: PeerName,
+    /// The highest epoch it knows.
+    pub epoch: Epoch,
+    /// The map of that epoch, if it knows it.
+    pub map: Option<MapId>,
+    /// Where it believes the catalogue to be.
+    pub catalogue: Option<NodeAddress>,
+    /// Version of its software.
+    pub version: String,
+}
+
+/// Answer to [`Rebuild`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RebuildAnswer {
+    /// The new epoch.
+    pub epoch: Epoch,
+    /// Who serves it.
+    pub home: String,
+    /// Nodes that claimed it and were read.
+    pub reached: Vec<PeerName>,
+    /// Known storage nodes that were not reached.
+    pub missing: Vec<PeerName>,
+    /// Committed steps.
+    pub steps: u32,
+    /// Shards of these.
+    pub shards: u32,
+    /// Saves that will be removed: aborted, superseded, or removed before.
+    pub orphans: u32,
+    /// Committed steps that could not be brought back, and why; at most 1000.
+    pub incomplete: Vec<String>,
+    /// Stripes of which too little was found to be read now; at most 1000.
+    pub damaged: Vec<StripeId>,
+}
+
+/// A page of what a node holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InventoryAnswer {
+    /// By shard.
+    pub shards: Vec<ShardHolding>,
+    /// Where the next page begins; `None` when this was the last.
+    pub next: Option<(ShardId, Option<u32>)>,
+}
+
+/// What a node holds of a shard.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardHolding {
+    /// The shard; its index is `u32::MAX` for what belongs to the save as a whole.
+    pub shard: ShardId,
+    /// The sealed commit mark.
+    pub mark: Option<Vec<u8>>,
+    /// The root out of the shard's leaves.
+    pub root: Option<ShardRoot>,
+    /// The sealed tombstone of the save.
+    pub tombstone: Option<Vec<u8>>,
+    /// Stripes, by index; a shard with many goes on in the next page.
+    pub stripes: Vec<StripeHolding>,
+}
+
+/// What a node holds of a stripe.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StripeHolding {
+    /// Its index.
+    pub index: u32,
+    /// Blocks of which a replica is here.
+    pub replicas: Vec<u8>,
+    /// Pieces that are here.
+    pub pieces: Vec<(u8, Attempt)>,
+    /// Receipts that are here: attempt, code, and the generation that began the attempt.
+    pub receipts: Vec<(Attempt, CodeId, Generation)>,
+}
+
+/// Answer to [`Begin`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BeginAnswer {
+    /// The save.
+    pub save: SaveId,
+    /// Its generation.
+    pub generation: Generation,
+    /// To be kept alive.
+    pub lease: LeaseId,
+    /// How long it lives without being kept, in milliseconds.
+    pub lease_ms: u64,
+    /// Pieces of the code that was chosen.
+    pub n: u8,
+    /// Blocks of the code that was chosen.
+    pub k: u8,
+    /// Padded bytes of a full block.
+    pub block_bytes: u64,
+    /// The live nodes that store data.
+    pub nodes: Vec<Node>,
+}
+
+/// How to archive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArchiveOptions {
+    /// Which plan.
+    pub plan: PlanChoice,
+    /// What multiplies.
+    pub codec: super::order::Codec,
+    /// Stripes at once; 0 is the daemon's default.
+    pub parallel: u16,
+}
+
+/// Which plan archives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PlanChoice {
+    /// RapidRAID's chain.
+    Chain,
+    /// The coder on a node with two blocks.
+    BestStar,
+    /// The paper's baseline.
+    NaiveStar,
+    /// The coder rotates over ranges.
+    StripedStar,
+}
+
+/// What happens during [`Archive`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ArchiveEvent {
+    /// Bytes archived so far, of all that were to be archived.
+    Progress {
+        /// So far.
+        done_bytes: u64,
+        /// In all.
+        total_bytes: u64,
+    },
+    /// One stripe is committed as archived.
+    Stripe(StripeReport),
+    /// Something to tell the operator.
+    Note(String),
+    /// The end.
+    Done {
+        /// Stripes that are archived now.
+        stripes: u64,
+        /// Of these, stripes whose replicas are not all confirmed to be dropped.
+        undropped: u64,
+    },
+}
+
+/// How the archiving of one stripe went.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StripeReport {
+    /// The stripe.
+    pub stripe: StripeId,
+    /// The code.
+    pub code: CodeId,
+    /// Padded block length.
+    pub block_bytes: u64,
+    /// Per hop, in the plan's order.
+    pub hops: Vec<HopView>,
+    /// Microseconds: reserving, running with proof, receipts and commit, drop.
+    pub phases_us: [u64; 4],
+}
+
+/// One hop of a [`StripeReport`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HopView {
+    /// The node.
+    pub node: PeerName,
+    /// Pieces that it stored.
+    pub pieces: Vec<u8>,
+    /// Payload bytes received.
+    pub in_bytes: u64,
+    /// Payload bytes sent.
+    pub out_bytes: u64,
+    /// Microseconds from the run's start: first grain begun, last grain done.
+    pub span_us: (u64, u64),
+    /// Microseconds: waiting for upstream, computing and storing, waiting for downstream.
+    pub waited_us: (u64, u64, u64),
+}
+
+/// Answer to [`Remove`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoveAnswer {
+    /// Nodes that have removed all files.
+    pub confirmed: u32,
+    /// Nodes that were not reached and will be asked again.
+    pub waiting: Vec<PeerName>,
+}
+
+/// One line of a list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepView {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// What is committed.
+    pub saved: Saved,
+}
+
+/// Answer to [`List`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListAnswer {
+    /// A page of steps.
+    pub steps: Vec<StepView>,
+    /// Ask again after this one for more.
+    pub next: Option<(Job, Step)>,
+}
+
+/// Answer to [`Show`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShowAnswer {
+    /// The step.
+    pub step: StepView,
+    /// A page of shards; an absent state is the fresh one.
+    pub shards: Vec<(ShardRoot, Option<ShardState>)>,
+}
+
+/// A registered node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeView {
+    /// The node.
+    pub node: Node,
+    /// Whether its lease lives.
+    pub live: bool,
+}
+
+/// Answer to [`NodeStatus`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeStatusAnswer {
+    /// Replica files and their bytes.
+    pub replicas: (u64, u64),
+    /// Piece files and their bytes.
+    pub pieces: (u64, u64),
+    /// Bytes of records.
+    pub record_bytes: u64,
+    /// Files set aside.
+    pub quarantined: u64,
+    /// Disk: total and free bytes.
+    pub disk: (u64, u64),
+    /// Memory budgets: name, used, peak and total bytes.
+    pub budgets: Vec<(String, u64, u64, u64)>,
+    /// Process peak memory in bytes (VmHWM), 0 where unknown.
+    pub peak_memory_bytes: u64,
+    /// Whether UDP segmentation offload is on.
+    pub segmentation_offload: bool,
+    /// Whether this daemon hosts the catalogue.
+    pub catalogue: bool,
+    /// Things an operator should look at.
+    pub notes: Vec<String>,
+}
+
+/// Which record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RecordName {
+    /// A shard's leaves.
+    Leaves,
+    /// A stripe's record.
+    Stripe {
+        /// The stripe.
+        index: u32,
+    },
+    /// A stripe's receipt.
+    Receipt {
+        /// The stripe.
+        index: u32,
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// A shard's commit mark.
+    Mark,
+}
+
+/// First answer to [`PutBlock`]: both holders have the memory for it, and its bytes may come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockAdmitted {
+    /// Why the second holder did not admit it ([`Kind::wire_code`](crate::kind::Kind::wire_code), text): nothing is stored, and
+    /// the call ends here.
+    pub second_refused: Option<(u32, String)>,
+}
+
+/// Comes behind the bytes of [`PutBlock`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockTrailer {
+    /// BLAKE3 of the bytes as the client read them.
+    pub root: [u8; 32],
+    /// Fingerprints of their grains.
+    pub fingerprints: Vec<crate::gf::Fingerprint>,
+}
+
+/// Last answer to [`PutBlock`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PutBlockAnswer {
+    /// Whether the block is durable where it was forwarded to; the reason if not.
+    pub forwarded: Option<Result<(), String>>,
+}
+
+/// A data file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileView {
+    /// Which.
+    pub file: FileName,
+    /// Its data bytes.
+    pub len_bytes: u64,
+    /// Its BLAKE3.
+    pub root: [u8; 32],
+}
+
+/// Answer to [`Read`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadAnswer {
+    /// Data bytes of the whole file.
+    pub len_bytes: u64,
+    /// Grain hashes of the whole file, if wanted: a BLAKE3 tree whose root the reader knows.
+    pub hashes: Vec<[u8; 32]>,
+}
+
+/// Answer to [`Register`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegisterAnswer {
+    /// The catalogue's epoch.
+    pub epoch: Epoch,
+    /// Its map.
+    pub map: MapId,
+    /// Another number when the list of nodes is another one.
+    pub members: u64,
+    /// Register again within so many milliseconds.
+    pub lease_ms: u64,
+}
+
+/// Answer to [`CatalogueSet`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SetAnswer {
+    /// Done; the key's new revision.
+    Set(u64),
+    /// The key has another revision and value; nothing was changed.
+    Other(Option<(Vec<u8>, u64)>),
+}
+
+/// Answer to [`Drop`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DropAnswer {
+    /// Replica files removed now.
+    pub files: u32,
+    /// Their bytes.
+    pub bytes: u64,
+}

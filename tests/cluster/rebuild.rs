@@ -1,0 +1,308 @@
+//! A lost catalogue is made again from the nodes; an old or empty one in its place does no harm (docs/semantics.md, 8).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rapidraid::client::{Client, ClientError, SaveOptions};
+use rapidraid::id::{Epoch, Step};
+use rapidraid::kind::Kind;
+use rapidraid::net::Address;
+use rapidraid::store::MemoryKv;
+use rapidraid::wire::calls::{PlanChoice, RebuildAnswer};
+
+use crate::world::{
+    World, address, content, job, options, quiet, read_file, restore, restore_error, save, shard,
+};
+
+const BLOCK: u64 = 64 << 10;
+const LEN: usize = 5 * BLOCK as usize - 1000;
+
+async fn rebuild_on(
+    client: &Client,
+    index: usize,
+    accept_loss: bool,
+) -> Result<RebuildAnswer, ClientError> {
+    let on = Address { host_port: address(index), node: None };
+    client.rebuild_catalogue(Some(&on), accept_loss).await
+}
+
+/// The catalogue's machine is gone for good.
+async fn lose_catalogue(world: &mut World) -> Option<Arc<MemoryKv>> {
+    world.kill(0).await;
+    let map = world.machines[0].catalogue.get();
+    world.machines[0].catalogue.set(None);
+    map
+}
+
+async fn archive(client: &Client, step: u64, plan: PlanChoice) {
+    let report =
+        client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap();
+    assert_eq!(report.undropped, 0);
+}
+
+async fn assert_exact(client: &Client, step: u64) {
+    let (out, _) = restore(client, step).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, step), "step {step}");
+}
+
+async fn serves(world: &World, index: usize) {
+    world.until("a catalogue", || world.nodes[&index].serves()).await;
+}
+
+/// Everything a catalogue can hold, made, lost and made again.
+#[tokio::test(start_paused = true)]
+async fn a_lost_catalogue_is_made_again_from_the_nodes() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    for step in 1..=5 {
+        save(&client, step, &[("weights", &content(LEN, step)), ("empty", &content(0, 1))]).await;
+    }
+    archive(&client, 1, PlanChoice::Chain).await;
+    archive(&client, 2, PlanChoice::BestStar).await;
+    // Step 4 is replaced, step 5 removed while a node is away.
+    let replaced = vec![shard("weights", &content(LEN, 40))];
+    let replace = SaveOptions { replace: true };
+    client.save(&job(), Step(4), replaced, replace, quiet()).await.unwrap();
+    world.until("the replaced save gone", || world.catalogue_keys("s/").len() == 5 + 4).await;
+    world.kill(6).await;
+    client.remove(&job(), Step(5)).await.unwrap();
+    let before = client.list(None).await.unwrap();
+    assert_eq!(before.len(), 4);
+    world.boot(6);
+    lose_catalogue(&mut world).await;
+    let shards = vec![shard("w", &content(9, 1))];
+    let refused = client.save(&job(), Step(6), shards, replace, quiet()).await;
+    assert_eq!(refused.unwrap_err().kind(), Kind::Unavailable);
+
+    let report = rebuild_on(&client, 3, false).await.unwrap();
+    assert_eq!((report.epoch, report.steps, report.shards), (Epoch(2), 4, 7));
+    assert_eq!((report.incomplete.len(), report.damaged.len()), (0, 0));
+    assert_eq!(report.reached.len(), 6);
+    assert_eq!(client.list(None).await.unwrap(), before);
+    for step in [1, 2, 3] {
+        world.assert_invariant(&client, step).await;
+        assert_exact(&client, step).await;
+    }
+    let (out, _) = restore(&client, 4).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 40));
+    assert_eq!(restore_error(&client, 5).await.kind(), Kind::NotFound);
+    // It works on: new saves, archiving of what was saved before, removal.
+    archive(&client, 3, PlanChoice::Chain).await;
+    save(&client, 6, &[("weights", &content(LEN, 6))]).await;
+    assert_exact(&client, 3).await;
+    assert_exact(&client, 6).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    world.until("orphans gone", || world.catalogue_keys("x/").is_empty()).await;
+    world.assert_swept(&client).await;
+    world.assert_idle().await;
+    // The new home is found again after its own restart.
+    world.kill(3).await;
+    world.boot(3);
+    serves(&world, 3).await;
+    assert_exact(&client, 3).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    archive(&client, 1, PlanChoice::Chain).await;
+    let old = Arc::new(world.machines[0].catalogue.get().unwrap().copy());
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    lose_catalogue(&mut world).await;
+    let files = world.files(|_| true);
+    // Empty: it is not begun anew.
+    world.boot(0);
+    tokio::time::sleep(5 * world.lease).await;
+    assert!(!world.nodes[&0].serves());
+    assert!(world.machines[0].catalogue.get().is_none());
+    assert_eq!(world.files(|_| true), files);
+
+    world.kill(0).await;
+    rebuild_on(&client, 2, false).await.unwrap();
+    // Old: it was away, and finds out that its epoch is over.
+    world.machines[0].catalogue.set(Some(old));
+    world.boot(0);
+    tokio::time::sleep(5 * world.lease).await;
+    assert!(!world.nodes[&0].serves());
+    assert!(world.nodes[&2].serves());
+    let status = world.client_of(0).status().await.unwrap();
+    let notes = |index: usize| {
+        let name = &world.machines[index].name;
+        let found = status.nodes.iter().find(|(view, _)| view.node.name == *name).unwrap();
+        found.1.as_ref().unwrap().notes.clone()
+    };
+    assert!(notes(0)[0].contains("epoch 1, which is over"), "{:?}", notes(0));
+    assert_eq!(world.files(|_| true), files);
+    assert_exact(&client, 1).await;
+    assert_exact(&client, 2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rebuild_without_enough_nodes_is_refused_with_the_list() {
+    let mut world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    for index in 3..=5 {
+        world.kill(index).await;
+    }
+    let error = rebuild_on(&client, 1, false).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    for name in ["node03", "node04", "node05"] {
+        assert!(error.to_string().contains(name), "{error}");
+    }
+    assert_eq!(world.nodes[&1].store().epoch(), Epoch(1), "nothing was claimed");
+    // Two may be away.
+    world.boot(3);
+    let report = rebuild_on(&client, 1, false).await.unwrap();
+    assert_eq!(report.missing.len(), 2);
+    assert_exact(&client, 1).await;
+    // Those that were away hear of it, and serve as before.
+    world.boot(4);
+    world.boot(5);
+    let late = || [4, 5].iter().all(|index| world.nodes[index].store().epoch() == Epoch(2));
+    world.until("the late ones to hear", late).await;
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn losses_beyond_the_promise_are_accepted_only_when_told_and_are_listed() {
+    let mut world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    for index in 3..=6 {
+        world.kill(index).await;
+    }
+    rebuild_on(&client, 1, false).await.unwrap_err();
+    let report = rebuild_on(&client, 1, true).await.unwrap();
+    assert_eq!((report.steps, report.missing.len()), (1, 4));
+    assert!(!report.damaged.is_empty());
+    for index in 3..=6 {
+        world.boot(index);
+    }
+    world.until_live(6).await;
+    assert_exact(&client, 1).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rebuild_that_died_is_done_again_elsewhere() {
+    for turns in (0..400).step_by(40) {
+        let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+        let client = world.client_of(4);
+        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+        lose_catalogue(&mut world).await;
+        let (other, on) = (world.client_of(5), world.client_of(2));
+        let task = tokio::spawn(async move { rebuild_on(&on, 2, false).await });
+        for _ in 0..turns {
+            tokio::task::yield_now().await;
+        }
+        world.kill(2).await;
+        let _ = task.await.unwrap();
+        let again = rebuild_on(&other, 3, false).await;
+        match again {
+            Ok(report) => assert!(report.epoch >= Epoch(2), "{turns}"),
+            Err(error) => assert_eq!(error.kind(), Kind::Unavailable, "{turns}: {error}"),
+        }
+        // Node 2 comes back: with a map of an older epoch, with none, or with one that was never finished.
+        world.boot(2);
+        world.until("one home", || world.nodes.values().any(|node| node.serves())).await;
+        tokio::time::sleep(3 * world.lease).await;
+        let homes = world.nodes.values().filter(|node| node.serves()).count();
+        assert_eq!(homes, 1, "{turns}");
+        assert_exact(&client, 1).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_rebuilds_at_once_one_ends() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let (one, two) = (world.client_of(1), world.client_of(2));
+    save(&one, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    let (first, second) = tokio::join!(rebuild_on(&one, 1, false), rebuild_on(&two, 2, false));
+    let ended = [first, second].into_iter().filter(Result::is_ok).count();
+    assert!(ended <= 1, "{ended}");
+    if ended == 0 {
+        rebuild_on(&one, 1, false).await.unwrap();
+    }
+    tokio::time::sleep(3 * world.lease).await;
+    assert_eq!(world.nodes.values().filter(|node| node.serves()).count(), 1);
+    assert_exact(&two, 1).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_home_that_was_cut_off_commits_nothing_and_stands_down() {
+    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    // The home sees node 6 only, and a client that sees these two.
+    for index in 1..=5 {
+        world.network.partition(&address(0), &address(index));
+    }
+    let (cut_off, number) = world.numbered_client();
+    for index in 1..=5 {
+        world.network.partition(&format!("client{number}:0"), &address(index));
+    }
+    tokio::time::sleep(2 * world.lease).await;
+    let report = rebuild_on(&client, 1, false).await.unwrap();
+    assert_eq!(report.missing.len(), 0, "node 6 is reached from both sides");
+    let late = vec![shard("weights", &content(LEN, 7))];
+    let step = job();
+    let saving = cut_off.save(&step, Step(7), late, SaveOptions::default(), quiet());
+    let saved = tokio::time::timeout(Duration::from_secs(300), saving).await;
+    assert!(!matches!(saved, Ok(Ok(_))), "a save through the old catalogue");
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    for index in 1..=5 {
+        world.network.heal(&address(0), &address(index));
+    }
+    world.until("the old home stands down", || !world.nodes[&0].serves()).await;
+    assert_exact(&client, 1).await;
+    assert_exact(&client, 2).await;
+    assert_eq!(client.list(None).await.unwrap().len(), 2);
+}
+
+/// The catalogue is lost at many points of a save, an archiving and a removal.
+#[tokio::test(start_paused = true)]
+async fn whatever_was_under_way_is_whole_or_was_never_reported() {
+    for turns in (0..2400).step_by(80) {
+        let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+        let client = world.client_of(1);
+        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+        save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+        let worker = world.client_of(2);
+        let task = tokio::spawn(async move {
+            let archived = worker
+                .archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ())
+                .await;
+            let third = vec![shard("weights", &content(LEN, 3))];
+            let third = worker.save(&job(), Step(3), third, SaveOptions::default(), quiet()).await;
+            let removed = worker.remove(&job(), Step(2)).await;
+            (archived.is_ok(), third.is_ok(), removed.is_ok())
+        });
+        for _ in 0..turns {
+            tokio::task::yield_now().await;
+        }
+        lose_catalogue(&mut world).await;
+        let (_, third, removed) = task.await.unwrap();
+        rebuild_on(&client, 3, false).await.unwrap();
+        let steps: Vec<u64> =
+            client.list(None).await.unwrap().iter().map(|step| step.step.0).collect();
+        assert!(steps.contains(&1), "{turns}: {steps:?}");
+        assert!(!third || steps.contains(&3), "{turns}: reported and lost");
+        assert!(!removed || !steps.contains(&2), "{turns}: removed and back");
+        for step in &steps {
+            world.assert_invariant(&client, *step).await;
+            assert_exact(&client, *step).await;
+        }
+        let wishes = || world.catalogue_keys("a/").is_empty();
+        world.until("archiving to go on", wishes).await;
+        world.assert_swept(&client).await;
+        for step in &steps {
+            world.assert_invariant(&client, *step).await;
+            assert_exact(&client, *step).await;
+        }
+    }
+}

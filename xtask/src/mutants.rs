@@ -1,0 +1,173 @@
+//! `cargo xtask mutants`: takes out each sync, mark, check and fence that `tests/mutants.txt` names, one at a time, and
+//! expects its tests to turn red. What survives is a check that no test needs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+
+const LIST: &str = "tests/mutants.txt";
+/// Where the tree is copied to, with a target folder of its own: it is built over and over.
+const FOLDER: &str = "target/mutants";
+
+/// One change, and the tests that must notice it.
+#[derive(Debug, PartialEq, Eq)]
+struct Mutant {
+    name: String,
+    file: String,
+    /// Arguments of `cargo test`: the test binary, and a part of the tests' names.
+    tests: Vec<String>,
+    before: String,
+    after: String,
+}
+
+enum Ended {
+    Caught,
+    Survived,
+    NotBuilt,
+}
+
+/// Runs all mutants, or those whose name contains `only`.
+pub fn run(only: Option<&str>) -> ExitCode {
+    match try_run(only) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cargo xtask mutants: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn try_run(only: Option<&str>) -> Result<bool> {
+    let text = fs::read_to_string(LIST).with_context(|| format!("reading {LIST}"))?;
+    let all = parse(&text)?;
+    let chosen: Vec<&Mutant> =
+        all.iter().filter(|mutant| only.is_none_or(|part| mutant.name.contains(part))).collect();
+    ensure!(!chosen.is_empty(), "no mutant of {LIST} has {only:?} in its name");
+    for mutant in &chosen {
+        let source = fs::read_to_string(&mutant.file).with_context(|| mutant.file.clone())?;
+        let times = source.matches(&mutant.before).count();
+        ensure!(times == 1, "{}: its lines are {times} times in {}", mutant.name, mutant.file);
+    }
+    let tree = copy_tree()?;
+    let (mut survived, started) = (Vec::new(), Instant::now());
+    for (at, mutant) in chosen.iter().enumerate() {
+        let path = tree.join(&mutant.file);
+        let source = fs::read_to_string(&path)?;
+        fs::write(&path, source.replacen(&mutant.before, &mutant.after, 1))?;
+        let ended = test(&tree, mutant);
+        fs::write(&path, source)?;
+        let word = match ended? {
+            Ended::Caught => "caught",
+            Ended::Survived => "SURVIVED",
+            Ended::NotBuilt => "NOT BUILT",
+        };
+        println!(
+            "{:>3}/{} {word:<9} {} ({} s)",
+            at + 1,
+            chosen.len(),
+            mutant.name,
+            started.elapsed().as_secs()
+        );
+        if word != "caught" {
+            survived.push(mutant.name.as_str());
+        }
+    }
+    println!("{} caught, {} not: {survived:?}", chosen.len() - survived.len(), survived.len());
+    Ok(survived.is_empty())
+}
+
+/// The files that git knows, where they can be broken; times of unchanged files stay, so that only what changes is built.
+fn copy_tree() -> Result<PathBuf> {
+    let tree = Path::new(FOLDER).join("tree");
+    let listed = Command::new("git").args(["ls-files", "-z"]).output().context("git ls-files")?;
+    ensure!(listed.status.success(), "git ls-files failed");
+    for name in listed.stdout.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
+        let name = std::str::from_utf8(name).context("a file name that is not UTF-8")?;
+        let (from, to) = (Path::new(name), tree.join(name));
+        let bytes = fs::read(from).with_context(|| name.to_owned())?;
+        if fs::read(&to).is_ok_and(|there| there == bytes) {
+            continue;
+        }
+        if let Some(folder) = to.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        fs::write(&to, bytes)?;
+    }
+    Ok(tree)
+}
+
+fn test(tree: &Path, mutant: &Mutant) -> Result<Ended> {
+    let target = fs::canonicalize(FOLDER)?.join("target");
+    let cargo = |arguments: &[&str]| {
+        let mut command = Command::new("cargo");
+        command.current_dir(tree).env("CARGO_TARGET_DIR", &target).arg("test").args(arguments);
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().context("running cargo")
+    };
+    let tests: Vec<&str> = mutant.tests.iter().map(String::as_str).collect();
+    let binary = match tests.first() {
+        Some(&"lib") => vec!["--lib"],
+        Some(binary) => vec!["--test", binary],
+        None => bail!("{}: no test is named", mutant.name),
+    };
+    if !cargo(&[&binary[..], &["--no-run"]].concat())?.success() {
+        return Ok(Ended::NotBuilt);
+    }
+    let red = !cargo(&[&binary[..], &tests[1..]].concat())?.success();
+    Ok(if red { Ended::Caught } else { Ended::Survived })
+}
+
+/// Blocks of `name:`, `file:`, `tests:`, then the lines before (`-`) and after (`+`); `#` is a remark.
+fn parse(text: &str) -> Result<Vec<Mutant>> {
+    let mut mutants = Vec::new();
+    for block in text.split("\n\n").map(str::trim).filter(|block| !block.is_empty()) {
+        let (mut fields, mut before, mut after) = (Vec::new(), String::new(), String::new());
+        for line in block.lines().filter(|line| !line.starts_with('#')) {
+            if let Some(line) = line.strip_prefix('-') {
+                before.push_str(line);
+                before.push('\n');
+            } else if let Some(line) = line.strip_prefix('+') {
+                after.push_str(line);
+                after.push('\n');
+            } else {
+                fields.push(line.split_once(": ").with_context(|| format!("{LIST}: {line}"))?);
+            }
+        }
+        if fields.is_empty() && before.is_empty() {
+            continue;
+        }
+        let field = |key: &str| {
+            let found = fields.iter().find(|(name, _)| *name == key);
+            found
+                .map(|(_, value)| (*value).to_owned())
+                .with_context(|| format!("no {key}: {block}"))
+        };
+        ensure!(!before.is_empty(), "{LIST}: nothing is taken out in\n{block}");
+        let tests = field("tests")?.split(' ').map(str::to_owned).collect();
+        mutants.push(Mutant { name: field("name")?, file: field("file")?, tests, before, after });
+    }
+    Ok(mutants)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_a_change_and_its_tests() {
+        let text = "# why\nname: no sync\nfile: src/a.rs\ntests: lib a::tests\n-    file.sync()?;\n+    // none\n\n# only a remark\n";
+        let expected = Mutant {
+            name: "no sync".into(),
+            file: "src/a.rs".into(),
+            tests: vec!["lib".into(), "a::tests".into()],
+            before: "    file.sync()?;\n".into(),
+            after: "    // none\n".into(),
+        };
+        assert_eq!(parse(text).unwrap(), [expected]);
+        parse("name: x\nfile: y\n-z").unwrap_err();
+    }
+}

@@ -234,7 +234,9 @@ impl World {
             transport: Arc::new(self.network.join(peer, &address(index))),
             clock: WorldClock::start(),
             // No boot repeats the numbers of another.
-            entropy: Arc::new(SeededEntropy::new(self.seed << 32 | boots << 8 | index as u64 + 1)),
+            entropy: Arc::new(SeededEntropy::new(
+                self.seed << 32 | boots << 8 | (index as u64 + 1),
+            )),
             workers: self.workers.clone(),
             segmentation_offload: false,
         };

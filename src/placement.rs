@@ -1,12 +1,15 @@
 //! Which node holds which position of which stripe: a pure function of the shard's ring, so that a record which
 //! names at most 128 nodes places any number of stripes.
 //!
-//! Promises: n distinct nodes; the two replicas of a block in different failure domains where the ring allows it; domains used
-//! evenly within a stripe; positions rotate over stripes, so that load spreads. Where a replica really lies may
-//! differ (a node was down): the stripe record's places say so, and the file found there decides.
+//! Promises: n distinct nodes; the two replicas of a block in different failure domains when these are of equal size, or differ by
+//! one node, and otherwise as far as one choice after the other finds such nodes (of 8, 4 and 4 nodes at (16,11) one block in a
+//! stripe has both in the large one); domains used evenly within a stripe; positions rotate over stripes, so that load spreads.
+//! Where a replica really lies may differ (a node was down): the stripe record's places say so, and the file found there decides.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 
+use crate::code::Layout;
 use crate::format::records::{MAX_RING, Node, RingNode};
 use crate::id::NodeId;
 use crate::kind::Kind;
@@ -75,22 +78,90 @@ pub fn place(
     let rotated: Vec<RingNode> = ring[start..].iter().chain(&ring[..start]).copied().collect();
     let mut taken = vec![false; rotated.len()];
     let mut used: HashMap<u16, usize> = HashMap::new();
+    let mut free: HashMap<u16, usize> = HashMap::new();
+    for member in &rotated {
+        *free.entry(member.domain).or_default() += 1;
+    }
     let mut placed: Vec<RingNode> = Vec::with_capacity(n);
     for position in 0..n {
         // Position p shares block p-(n-k) with position p-(n-k): the pair that one domain must not hold.
         let twin = position.checked_sub(n - k).map(|twin| placed[twin].domain);
         let cost = |at: &usize| {
             let domain = rotated[*at].domain;
-            (twin == Some(domain), used.get(&domain).copied().unwrap_or(0), *at)
+            // Of domains used alike the one with most nodes left: a large one, left for the end, would have to hold twins.
+            let left = Reverse(free.get(&domain).copied().unwrap_or(0));
+            (twin == Some(domain), used.get(&domain).copied().unwrap_or(0), left, *at)
         };
         let Some(best) = (0..rotated.len()).filter(|&at| !taken[at]).min_by_key(cost) else {
             return Err(PlacementError { need: n, have: ring.len() });
         };
         taken[best] = true;
         *used.entry(rotated[best].domain).or_default() += 1;
+        free.entry(rotated[best].domain).and_modify(|free| *free -= 1);
         placed.push(rotated[best]);
     }
     Ok(placed.into_iter().map(|member| member.node).collect())
+}
+
+/// The nodes of a ring that may take the place of one of a stripe's.
+#[derive(Debug, Clone)]
+pub struct Spares {
+    layout: Layout,
+    domains: HashMap<NodeId, u16>,
+    free: Vec<NodeId>,
+}
+
+impl Spares {
+    /// Those nodes of `ring` that are not in `places` and that `is_usable`.
+    pub fn new(
+        ring: &[RingNode],
+        layout: Layout,
+        places: &[NodeId],
+        is_usable: impl Fn(NodeId) -> bool,
+    ) -> Self {
+        let domains = ring.iter().map(|member| (member.node, member.domain)).collect();
+        let free = ring.iter().map(|member| member.node);
+        let free = free.filter(|node| !places.contains(node) && is_usable(*node)).collect();
+        Self { layout, domains, free }
+    }
+
+    /// The nodes that are left.
+    pub fn nodes(&self) -> &[NodeId] {
+        &self.free
+    }
+
+    /// Leaves out what `is_usable` no more.
+    pub fn retain(&mut self, is_usable: impl Fn(NodeId) -> bool) {
+        self.free.retain(|node| is_usable(*node));
+    }
+
+    /// Adds a node that has been taken out of the stripe.
+    pub fn give(&mut self, node: NodeId) {
+        self.free.push(node);
+    }
+
+    /// A node for `position` of a stripe on `places`: one that is not in doubt rather than one that is, then one outside the
+    /// domains of the nodes that hold the same blocks.
+    pub fn take(
+        &mut self,
+        places: &[NodeId],
+        position: usize,
+        is_in_doubt: impl Fn(NodeId) -> bool,
+    ) -> Option<NodeId> {
+        let blocks = self.layout.blocks_at(position);
+        let twins = blocks.flat_map(|block| self.layout.holders(block));
+        let twins: Vec<_> = twins
+            .filter(|&twin| twin != position)
+            .filter_map(|twin| self.domains.get(places.get(twin)?))
+            .collect();
+        let cost = |at: &usize| {
+            let node = self.free[*at];
+            let shares = self.domains.get(&node).is_some_and(|domain| twins.contains(&domain));
+            (is_in_doubt(node), shares)
+        };
+        let best = (0..self.free.len()).min_by_key(cost)?;
+        Some(self.free.remove(best))
+    }
 }
 
 #[cfg(test)]
@@ -98,35 +169,50 @@ mod tests {
     use super::*;
 
     fn nodes(count: usize, racks: usize) -> Vec<Node> {
-        (0..count)
-            .map(|i| Node {
-                name: format!("n{i}").parse().unwrap(),
-                address: format!("h{i}:7440"),
+        let sizes: Vec<usize> =
+            (0..racks).map(|rack| count / racks + usize::from(rack < count % racks)).collect();
+        in_racks(&sizes)
+    }
+
+    fn in_racks(sizes: &[usize]) -> Vec<Node> {
+        let of = |(rack, &size): (usize, &usize)| {
+            (0..size).map(move |i| Node {
+                name: format!("n{rack}-{i}").parse().unwrap(),
+                address: format!("h{rack}-{i}:7440"),
                 zone: String::new(),
-                rack: format!("r{}", i % racks),
+                rack: format!("r{rack}"),
                 storage: true,
             })
-            .collect()
+        };
+        sizes.iter().enumerate().flat_map(of).collect()
+    }
+
+    /// The most blocks that a stripe has both of its replicas of in one domain.
+    fn most_shared(nodes: &[Node], n: usize, k: usize) -> usize {
+        let shared = |turn, stripe| {
+            let ring = ring(nodes, turn);
+            let domain: HashMap<NodeId, u16> =
+                ring.iter().map(|member| (member.node, member.domain)).collect();
+            let places = place(&ring, n, k, stripe).unwrap();
+            let distinct: std::collections::HashSet<_> = places.iter().collect();
+            assert_eq!(distinct.len(), n);
+            (0..k).filter(|&j| domain[&places[j]] == domain[&places[j + n - k]]).count()
+        };
+        let stripes = 0..nodes.len() as u32;
+        stripes.map(|stripe| shared(stripe.into(), stripe).max(shared(5, stripe))).max().unwrap()
     }
 
     #[test]
     fn the_twins_of_a_block_lie_in_different_domains() {
         for (n, k) in [(16, 11), (14, 10), (12, 8), (6, 4), (4, 2)] {
-            for racks in [2, 3, 4, 5, 8, n] {
-                let ring = ring(&nodes(n.max(racks) + 3, racks), 5);
-                let domain: HashMap<NodeId, u16> =
-                    ring.iter().map(|member| (member.node, member.domain)).collect();
-                for stripe in 0..40 {
-                    let places = place(&ring, n, k, stripe).unwrap();
-                    let distinct: std::collections::HashSet<_> = places.iter().collect();
-                    assert_eq!(distinct.len(), n);
-                    let split =
-                        (0..k).filter(|&j| domain[&places[j]] != domain[&places[j + n - k]]);
-                    let shared = k - split.count();
-                    assert!(shared <= usize::from(racks == 2), "({n},{k}) {racks} racks: {shared}");
+            for racks in 2..=n {
+                for count in n..n + 6 {
+                    assert_eq!(most_shared(&nodes(count, racks), n, k), 0, "({n},{k}) {racks}");
                 }
             }
         }
+        assert_eq!(most_shared(&in_racks(&[6, 6, 4]), 16, 11), 0);
+        assert_eq!(most_shared(&in_racks(&[8, 4, 4]), 16, 11), 1);
     }
 
     #[test]
@@ -137,6 +223,29 @@ mod tests {
         heads.sort_unstable();
         heads.dedup();
         assert_eq!(heads.len(), 20);
+    }
+
+    #[test]
+    fn a_spare_lies_outside_the_domains_of_the_twins_when_one_does() {
+        let ring = ring(&in_racks(&[4, 2, 2]), 0);
+        let layout = Layout::new(4, 2).unwrap();
+        let domain = |node: NodeId| ring.iter().find(|m| m.node == node).unwrap().domain;
+        let places = place(&ring, 4, 2, 0).unwrap();
+        for position in 0..4 {
+            let twin = domain(places[(position + 2) % 4]);
+            let mut spares = Spares::new(&ring, layout, &places, |_| true);
+            let free = spares.nodes().to_vec();
+            assert_eq!(free.len(), 4);
+            let taken: Vec<NodeId> =
+                (0..4).filter_map(|_| spares.take(&places, position, |_| false)).collect();
+            assert_eq!(spares.take(&places, position, |_| false), None);
+            let shared: Vec<bool> = taken.iter().map(|&node| domain(node) == twin).collect();
+            assert!(shared.is_sorted() && !shared[0], "{position}: {shared:?}");
+            // Doubt weighs more.
+            let mut spares = Spares::new(&ring, layout, &places, |_| true);
+            let good = *taken.last().unwrap();
+            assert_eq!(spares.take(&places, position, |node| node != good), Some(good));
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use rapidraid::kind::Kind;
 use rapidraid::store::kv::Opened;
 use rapidraid::store::{
     BlockSpec, Disk, Kv, MemoryDisk, MemoryKv, PieceSpec, RealDisk, Reconciled, Scope, Store,
-    StoreError, Stored,
+    StoreError, Stored, StoredFile,
 };
 use rapidraid::units::{GRAIN_BYTES, grains};
 
@@ -91,11 +91,25 @@ fn write_piece(store: &Store, data: &[u8]) -> Result<Stored, StoreError> {
     Ok(stored)
 }
 
+/// Reads a range of the data; every grain that it touches has to prove itself.
+fn read_verified(file: &StoredFile, from: usize, out: &mut [u8]) -> Result<(), StoreError> {
+    let len_bytes = file.header().len_bytes;
+    for grain in from as u64 / GRAIN_BYTES..grains((from + out.len()) as u64) {
+        let first = grain * GRAIN_BYTES;
+        let mut bytes = vec![0; (len_bytes.saturating_sub(first)).min(GRAIN_BYTES) as usize];
+        file.read(first, &mut bytes)?;
+        if !file.tree().verify_grain(grain, &bytes) {
+            return Err(StoreError::Grain { key: file.key(), grain });
+        }
+    }
+    file.read(from as u64, out)
+}
+
 /// Asserts that the file is whole: found, opened, and every byte proven.
 fn assert_whole(store: &Store, key: FileKey, data: &[u8]) {
     let file = store.open_file(key).unwrap();
     let mut bytes = vec![0; data.len()];
-    file.read_verified(0, &mut bytes).unwrap();
+    read_verified(&file, 0, &mut bytes).unwrap();
     assert!(bytes == data, "{key} has other bytes");
     assert_eq!(file.scrub(), Vec::<u64>::new());
     assert!(store.find(key.stripe).unwrap().contains(&file.info()), "{key} is not in the index");
@@ -142,10 +156,10 @@ fn awkward_sizes(store: &Store) {
         {
             let (from, to) = (from.min(len), to.min(len));
             let mut buf = vec![0; to.saturating_sub(from)];
-            file.read_verified(from as u64, &mut buf).unwrap();
+            read_verified(&file, from, &mut buf).unwrap();
             assert_eq!(buf, data[from..from + buf.len()], "{len}: {from}..{to}");
         }
-        assert!(file.read_verified(len as u64, &mut [0]).is_err());
+        assert!(file.read(len as u64, &mut [0]).is_err());
         assert!(file.read(u64::MAX, &mut [0]).is_err());
         assert!(store.remove(piece_key()).unwrap() && store.remove(REPLICA).unwrap());
         assert!(is_absent(store, REPLICA) && !store.remove(REPLICA).unwrap());
@@ -223,13 +237,13 @@ fn flipped_bits_and_cut_files_are_found_and_not_used() {
     disk.flip_bit(&path, (G as u64 + 5) * 8).unwrap();
     let file = store.open_file(REPLICA).unwrap();
     let mut buf = vec![0; data.len()];
-    assert_eq!(file.read_grains(0, &mut buf[..G]).unwrap(), G);
-    let error = file.read_verified(0, &mut buf).unwrap_err();
+    read_verified(&file, 0, &mut buf[..G]).unwrap();
+    let error = read_verified(&file, 0, &mut buf).unwrap_err();
     assert!(matches!(error, StoreError::Grain { grain: 1, .. }) && error.kind() == Kind::Corrupt);
     assert_eq!(file.scrub(), [1]);
     disk.flip_bit_on_medium(&path, 3 * G as u64 * 8).unwrap();
     assert_eq!(file.scrub(), [1, 3], "scrub asks the medium");
-    assert!(file.read_grains(3, &mut buf).is_ok(), "the page cache does not know yet");
+    read_verified(&file, 3 * G, &mut buf[3 * G..]).expect("the page cache does not know yet");
 
     let file_bytes = file.info().file_bytes;
     for byte in data.len() as u64..file_bytes {
@@ -335,8 +349,9 @@ fn a_crash_on_the_way_to_quarantine_never_loses_the_file() {
     for operation in 0.. {
         let (disk, store) = new_store();
         write_block(&store, &content(LEN)).unwrap();
+        let judged = store.open_file(REPLICA).ok();
         disk.stop_after(operation);
-        let result = store.quarantine(REPLICA, "a test");
+        let result = store.quarantine(REPLICA, judged.as_ref(), "a test");
         let (after, _) = open(&disk.crash());
         if !done_file(&after, REPLICA) {
             assert_eq!(after.totals().quarantined, 1, "operation {operation}");
@@ -580,13 +595,13 @@ fn numbers_and_lists_follow_what_is_there() {
     assert_eq!((totals.small_bytes, totals.quarantined), (16, 0));
     disk.create_new("shards/stranger").unwrap();
     disk.create_new(&format!("shards/{}/Stranger", STRIPE.shard)).unwrap();
-    assert_eq!(
-        store.rebuild_index().unwrap(),
-        Reconciled { added: 10, strangers: 2, ..Default::default() }
-    );
+    drop(store);
+    let (store, report) = open(&disk);
+    assert_eq!(report, Reconciled { added: 10, strangers: 2, ..Default::default() });
     assert_eq!(store.totals(), totals);
 
-    store.quarantine(piece_key(), "a test").unwrap();
+    let judged = store.open_file(piece_key()).unwrap();
+    assert!(store.quarantine(piece_key(), Some(&judged), "a test").unwrap());
     store.remove(FileKey::replica(StripeId { shard: shard(1), index: 7 }, 2)).unwrap();
     assert!(store.remove_small(Scope::Shard(shard(1)), "commit").unwrap());
     assert!(!store.remove_small(Scope::Shard(shard(1)), "commit").unwrap());

@@ -53,10 +53,6 @@ struct Written {
     sum: u128,
 }
 
-pub(super) fn store_error(error: impl std::fmt::Display) -> CatalogueError {
-    CatalogueError::Store(error.to_string())
-}
-
 impl LocalCatalogue {
     /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is how long leases live. A node that has `seen` an epoch was part of a
     /// cluster: an empty or older map is then not its cluster's, and is refused.
@@ -79,7 +75,7 @@ impl LocalCatalogue {
                 return Err(CatalogueError::Gone { seen, found });
             }
         };
-        let revision = number(kv.get(REVISION).map_err(store_error)?).unwrap_or(0);
+        let revision = number(kv.get(REVISION)?).unwrap_or(0);
         let sum = check_sum(&*kv)?;
         let started = clock.now();
         Ok(Self {
@@ -123,7 +119,7 @@ impl LocalCatalogue {
     }
 
     fn read(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
-        let bytes = self.kv.get(format!("{DATA}{key}").as_bytes()).map_err(store_error)?;
+        let bytes = self.kv.get(format!("{DATA}{key}").as_bytes())?;
         Ok(bytes.as_deref().and_then(entry))
     }
 
@@ -165,7 +161,7 @@ impl Catalogue for LocalCatalogue {
         self.refuse_if_read_only()?;
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         let full_key = format!("{DATA}{key}");
-        let before = self.kv.get(full_key.as_bytes()).map_err(store_error)?;
+        let before = self.kv.get(full_key.as_bytes())?;
         let now = before.as_deref().and_then(entry);
         if now.as_ref().map(|entry| entry.revision) != expected {
             return Ok(SetOutcome::Other(now));
@@ -182,7 +178,7 @@ impl Catalogue for LocalCatalogue {
             Some(stored) => batch.put(full_key, stored),
             None => batch.delete(full_key),
         };
-        self.kv.apply(&batch).map_err(store_error)?;
+        self.kv.apply(&batch)?;
         *written = Written { revision, sum };
         if key.starts_with(NODES) {
             self.members.store(revision, Ordering::Release);
@@ -197,14 +193,11 @@ impl Catalogue for LocalCatalogue {
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError> {
         let after = after.map(|key| format!("{DATA}{key}"));
-        let page = self
-            .kv
-            .scan(
-                format!("{DATA}{prefix}").as_bytes(),
-                after.as_deref().map(str::as_bytes),
-                limit.min(MAX_PAGE) as usize,
-            )
-            .map_err(store_error)?;
+        let page = self.kv.scan(
+            format!("{DATA}{prefix}").as_bytes(),
+            after.as_deref().map(str::as_bytes),
+            limit.min(MAX_PAGE) as usize,
+        )?;
         let named = page.into_iter().filter_map(|(key, value)| {
             let key = String::from_utf8(key).ok()?;
             Some((key.strip_prefix(DATA)?.to_owned(), entry(&value)?))
@@ -267,7 +260,8 @@ impl Catalogue for LocalCatalogue {
                     return Err(CatalogueError::Refused { kind: Kind::Exists, message });
                 }
             }
-            let value = node.to_bytes().map_err(store_error)?;
+            let value =
+                node.to_bytes().map_err(|error| CatalogueError::Store(error.to_string()))?;
             let expected = current.map(|entry| entry.revision);
             if let SetOutcome::Set(_) = self.set(&key, expected, Some(value)).await? {
                 break;
@@ -309,7 +303,7 @@ mod tests {
     use super::*;
     use crate::clock::SystemClock;
     use crate::entropy::SeededEntropy;
-    use crate::store::MemoryKv;
+    use crate::store::{Disk, MemoryKv, RealDisk, SledKv};
 
     const LEASE: Duration = Duration::from_secs(10);
 
@@ -354,6 +348,32 @@ mod tests {
         assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 3 })));
         kv.apply(Batch::new().put("k/b", b)).unwrap();
         open(&kv).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_set_that_could_not_sync_is_the_last_and_the_map_opens_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let lock = RealDisk::open(folder.path()).unwrap().lock("lock").unwrap();
+        let path = folder.path().join("map");
+        let open_kv = || SledKv::open(&lock, &path, 1 << 20).unwrap().0;
+        let open = |kv| {
+            let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
+            LocalCatalogue::open(Arc::new(kv), clock, entropy, LEASE, Epoch::default()).unwrap()
+        };
+        let catalogue = open(open_kv());
+        catalogue.set("a", None, Some(vec![1])).await.unwrap();
+        drop(catalogue);
+        let mut kv = open_kv();
+        kv.fail_syncs();
+        let catalogue = open(kv);
+        for key in ["b", "c"] {
+            let refused = catalogue.set(key, None, Some(vec![2])).await.unwrap_err();
+            assert_eq!(refused.kind(), Kind::Io, "{refused}");
+        }
+        assert_eq!(catalogue.get("a").await.unwrap_err().kind(), Kind::Io);
+        drop(catalogue);
+        // Whether `b` is there nobody knows; `a` is, and the sum is right.
+        assert!(open(open_kv()).get("a").await.unwrap().is_some());
     }
 
     #[tokio::test]

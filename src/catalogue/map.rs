@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 
-use super::local::store_error;
 use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES};
 use crate::id::{Epoch, MapId};
 use crate::store::kv::{Batch, Kv};
@@ -41,8 +40,7 @@ pub(super) fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
     let (mut found, mut sum) = (0, 0);
     let mut after: Option<Vec<u8>> = None;
     loop {
-        let page =
-            kv.scan(DATA.as_bytes(), after.as_deref(), MAX_PAGE as usize).map_err(store_error)?;
+        let page = kv.scan(DATA.as_bytes(), after.as_deref(), MAX_PAGE as usize)?;
         for (key, stored) in &page {
             found += 1;
             sum ^= summand(&String::from_utf8_lossy(key), stored);
@@ -52,7 +50,7 @@ pub(super) fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
             None => break,
         }
     }
-    let recorded = kv.get(SUM).map_err(store_error)?;
+    let recorded = kv.get(SUM)?;
     let recorded = recorded.and_then(|bytes| <[u8; 16]>::try_from(bytes).ok());
     if sum == recorded.map_or(0, u128::from_be_bytes) {
         Ok(sum)
@@ -63,7 +61,7 @@ pub(super) fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
 
 /// Epoch and id of a map that was begun.
 pub(super) fn tenure(kv: &dyn Kv) -> Result<Option<(Epoch, MapId)>, CatalogueError> {
-    let bytes = kv.get(EPOCH).map_err(store_error)?;
+    let bytes = kv.get(EPOCH)?;
     let parse = |bytes: &[u8]| {
         let (epoch, map) = bytes.split_first_chunk::<8>()?;
         Some((Epoch(u64::from_be_bytes(*epoch)), MapId(map.try_into().ok()?)))
@@ -74,7 +72,7 @@ pub(super) fn tenure(kv: &dyn Kv) -> Result<Option<(Epoch, MapId)>, CatalogueErr
 /// Makes a map a catalogue.
 pub(super) fn begin(kv: &dyn Kv, epoch: Epoch, map: MapId) -> Result<(), CatalogueError> {
     let value = [&epoch.0.to_be_bytes()[..], &map.0].concat();
-    kv.apply(Batch::new().put(EPOCH, value)).map_err(store_error)
+    Ok(kv.apply(Batch::new().put(EPOCH, value))?)
 }
 
 /// Fills an empty map, entry by entry.
@@ -113,7 +111,7 @@ impl MapWriter {
     fn apply(&mut self) -> Result<(), CatalogueError> {
         self.batch.put(REVISION, self.revision.to_be_bytes()).put(SUM, self.sum.to_be_bytes());
         self.waiting = 0;
-        self.kv.apply(&std::mem::take(&mut self.batch)).map_err(store_error)
+        Ok(self.kv.apply(&std::mem::take(&mut self.batch))?)
     }
 
     /// Makes it the catalogue `map` of `epoch`: all entries are durable before this is.

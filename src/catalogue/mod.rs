@@ -17,6 +17,7 @@ use async_trait::async_trait;
 use crate::format::records::Node;
 use crate::id::{Epoch, LeaseId};
 use crate::kind::Kind;
+use crate::store::KvError;
 use crate::wire::calls::{NodeView, RegisterAnswer};
 
 /// The longest value; a [`ShardState`](crate::format::records::ShardState) or root at its limit fits.
@@ -77,6 +78,16 @@ pub enum CatalogueError {
         /// How many entries there are.
         found: u64,
     },
+    /// Its map does not open, and will not.
+    #[error(
+        "the catalogue's map {path} is damaged ({why}): it is left there and not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
+    )]
+    Damaged {
+        /// Its folder.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// It is not the one that this node's cluster had.
     #[error(
         "the catalogue's map here is of epoch {found}, this node has seen epoch {seen}: it was lost or is an old one, and is not served; if no other daemon serves the catalogue, make it again with `rapidraid catalogue rebuild`. Nothing is deleted"
@@ -115,8 +126,19 @@ impl CatalogueError {
             CatalogueError::Refused { kind, .. } => *kind,
             CatalogueError::Store(_) => Kind::Io,
             CatalogueError::Gone { .. } => Kind::Lost,
-            CatalogueError::Incomplete { .. } | CatalogueError::Record { .. } => Kind::Corrupt,
+            CatalogueError::Incomplete { .. }
+            | CatalogueError::Damaged { .. }
+            | CatalogueError::Record { .. } => Kind::Corrupt,
             CatalogueError::TooLong { .. } => Kind::Invalid,
+        }
+    }
+}
+
+impl From<KvError> for CatalogueError {
+    fn from(error: KvError) -> Self {
+        match error {
+            KvError::Damaged { path, why } => Self::Damaged { path, why },
+            other => Self::Store(other.to_string()),
         }
     }
 }

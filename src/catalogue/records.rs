@@ -144,7 +144,7 @@ pub async fn write<R: Record>(
         SetOutcome::Set(revision) => Ok(Written::Set(revision)),
         SetOutcome::Other(entry) => {
             let now = entry.map(|entry| Ok((parse(key, &entry.value)?, entry.revision)));
-            Ok(Written::Other(now.transpose()?))
+            now.transpose().map(Written::Other)
         }
     }
 }

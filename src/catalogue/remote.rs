@@ -23,6 +23,8 @@ use crate::wire::{Call, NodeAddress};
 const ATTEMPTS: u32 = 4;
 /// Wait before the second attempt; doubled each time.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
+/// One attempt to keep a lease or a registration: several fit into a lease, also while the connection to a home that died seems alive.
+const LEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// A node that does not say within this where the catalogue is has no say.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
@@ -117,31 +119,42 @@ impl RemoteCatalogue {
         Ok(home)
     }
 
-    /// Where those at `addresses` say that it is; the highest epoch counts.
+    /// Where those at `addresses` say that it is; the highest epoch counts, and within it the home's own word before hearsay.
     async fn ask_where(&self, addresses: Vec<Address>) -> Result<(Epoch, NodeAddress), String> {
         let hello = Hello { me: Some(self.me.clone()) };
         let asks: Vec<_> =
             addresses.iter().map(|to| self.caller.call_within(to, &hello, HELLO_LIMIT)).collect();
         let mut answers = stream::iter(asks).buffer_unordered(ASK_AT_ONCE);
-        let mut best: Option<(Epoch, NodeAddress)> = None;
+        let mut best: Option<((Epoch, bool), NodeAddress)> = None;
         let mut reason = "no seed knows where it is".to_owned();
         while let Some(answer) = answers.next().await {
             match answer {
                 Ok(hello) => {
                     if self.is_believed(&hello)
                         && let Some(home) = hello.catalogue
-                        && best.as_ref().is_none_or(|(epoch, _)| hello.epoch > *epoch)
                     {
-                        best = Some((hello.epoch, home));
+                        let rank = (hello.epoch, home.name == hello.node);
+                        if best.as_ref().is_none_or(|(other, _)| rank > *other) {
+                            best = Some((rank, home));
+                        }
                     }
                 }
                 Err(error) => reason = error.to_string(),
             }
         }
-        best.ok_or(reason)
+        best.map(|((epoch, _), home)| (epoch, home)).ok_or(reason)
     }
 
     async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, CatalogueError> {
+        self.ask_within(call, self.caller.limit()).await
+    }
+
+    /// Each attempt may take `limit`.
+    async fn ask_within<C: Call>(
+        &self,
+        call: &C,
+        limit: Duration,
+    ) -> Result<C::Answer, CatalogueError> {
         let mut wait = FIRST_WAIT;
         let mut last = None;
         for attempt in 0..ATTEMPTS {
@@ -156,7 +169,7 @@ impl RemoteCatalogue {
                     continue;
                 }
             };
-            match self.caller.call(&home, call).await {
+            match self.caller.call_within(&address(&home), call, limit).await {
                 Ok(answer) => return Ok(answer),
                 Err(CallError::Failed(failure)) if !failure.kind.is_transient() => {
                     return Err(CatalogueError::Refused {
@@ -230,7 +243,7 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
-        self.ask(&LeaseTouch { lease, keep }).await
+        self.ask_within(&LeaseTouch { lease, keep }, LEASE_LIMIT).await
     }
 
     async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
@@ -238,12 +251,75 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-        let answer = self.ask(&Register { node: node.clone() }).await?;
+        let answer = self.ask_within(&Register { node: node.clone() }, LEASE_LIMIT).await?;
         self.saw(answer.epoch);
         Ok(answer)
     }
 
     async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
         self.ask(&Nodes {}).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::SystemClock;
+    use crate::id::ClusterId;
+    use crate::net::frame::{FramedRecv, write_frame};
+    use crate::net::memory::MemoryNetwork;
+    use crate::net::pool::Pool;
+    use crate::net::{Peer, Role, Transport};
+    use crate::wire::{MAX_FRAME_BYTES, answer_to_bytes};
+
+    fn at(name: &str) -> NodeAddress {
+        NodeAddress { name: name.parse().unwrap(), host_port: name.into() }
+    }
+
+    /// A node that answers its first call by where it believes the catalogue to be.
+    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str) {
+        let peer = Peer { role: Role::Node, name: name.parse().unwrap() };
+        let transport = network.join(peer, name);
+        let hello = HelloAnswer {
+            cluster: ClusterId([1; 16]),
+            node: name.parse().unwrap(),
+            epoch: Epoch(epoch),
+            map: None,
+            catalogue: Some(at(home)),
+            version: String::new(),
+        };
+        tokio::spawn(async move {
+            let connection = transport.accept().await.unwrap();
+            let (mut send, recv) = connection.accept_bi().await.unwrap();
+            let _request = FramedRecv::new(recv).read_frame(MAX_FRAME_BYTES).await.unwrap();
+            let bytes = answer_to_bytes(&Ok(hello)).unwrap();
+            write_frame(&mut *send, MAX_FRAME_BYTES, bytes.into()).await.unwrap();
+            send.finish().await.unwrap();
+            connection.closed().await;
+        });
+    }
+
+    #[tokio::test]
+    async fn a_home_that_answers_is_believed_before_hearsay_of_its_epoch() {
+        for (late, found) in [(4, "home"), (5, "rumour")] {
+            let network = MemoryNetwork::new();
+            says(&network, "first", late, "rumour");
+            says(&network, "home", 4, "home");
+            says(&network, "last", 4, "rumour");
+            let client = Peer { role: Role::Node, name: "asker".parse().unwrap() };
+            let (transport, clock) = (network.join(client, "asker"), SystemClock::new());
+            let pool = Pool::new(Arc::new(transport), clock.clone());
+            let caller = Caller::new(pool, clock, HELLO_LIMIT);
+            let me = Node {
+                name: "asker".parse().unwrap(),
+                address: "asker".into(),
+                zone: String::new(),
+                rack: String::new(),
+                storage: true,
+            };
+            let seeds = ["first", "home", "last"].map(str::to_owned).into();
+            let home = RemoteCatalogue::new(caller, me, seeds).find().await.unwrap();
+            assert_eq!(home, at(found), "epoch {late}");
+        }
     }
 }

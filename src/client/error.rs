@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::code::CodeError;
 use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
 use crate::id::{Job, ShardName, Step};
@@ -131,6 +132,9 @@ pub enum ClientError {
     /// Too few nodes.
     #[error(transparent)]
     Placement(#[from] PlacementError),
+    /// No layout has the code's numbers.
+    #[error(transparent)]
+    Code(#[from] CodeError),
     /// A record's numbers are wrong.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
@@ -172,6 +176,7 @@ impl ClientError {
             ClientError::Read(error) => error.kind(),
             ClientError::Records(error) => error.kind(),
             ClientError::Placement(error) => error.kind(),
+            ClientError::Code(error) => error.kind(),
             ClientError::Geometry(error) => error.kind(),
             ClientError::Format(error) => error.kind(),
             ClientError::Worker(_) => Kind::Internal,

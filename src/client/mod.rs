@@ -311,6 +311,22 @@ impl Client {
             Some(step) => step,
             None => self.find(job, None).await?.step.step,
         };
+        let report = self.watch_archive(job, step, options, on_event).await;
+        if let Err(ClientError::Call(error)) = &report
+            && error.is_unanswered()
+        {
+            self.set_gateway(None);
+        }
+        report
+    }
+
+    async fn watch_archive(
+        &self,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+        on_event: &mut (dyn FnMut(&ArchiveEvent) + Send),
+    ) -> Result<ArchiveReport, ClientError> {
         let gateway = self.gateway().await?;
         let call = Archive { job: job.clone(), step, options };
         let mut exchange = self.caller().open(&address(&gateway), &call).await?;

@@ -176,6 +176,7 @@ impl Client {
         let reading = Arc::new(Reading {
             caller: self.caller().clone(),
             workers: self.inner.workers.clone(),
+            entropy: self.inner.entropy.clone(),
             directory: self.directory().await?,
             incidents: Mutex::default(),
             rotten: Mutex::default(),
@@ -278,9 +279,7 @@ impl Client {
                 .collect();
             total += slices.len();
             if !slices.is_empty() {
-                let leaves =
-                    records::leaves(&reading.caller, &reading.directory, &part.root).await?;
-                let leaves = &leaves;
+                let leaves = &self.leaves(reading, part).await?;
                 let mut plans = stream::iter(slices)
                     .map(|slice| async move {
                         let state = part.state.stripe(slice.stripe);
@@ -329,14 +328,29 @@ impl Client {
         stripe: u32,
         known: StripeState,
     ) -> Result<Option<StripeState>, ClientError> {
+        let shard = self.state(part).await?;
+        Ok(shard.and_then(|shard| shard.stripe(stripe)).filter(|state| *state != known))
+    }
+
+    /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
+    async fn leaves(&self, reading: &Reading, part: &Part) -> Result<Leaves, ClientError> {
+        match records::leaves(&reading.caller, &reading.directory, &part.root).await {
+            Err(error @ RecordsError::Lost { .. }) => {
+                self.state(part).await?;
+                Err(error.into())
+            }
+            leaves => Ok(leaves?),
+        }
+    }
+
+    /// The state of a shard, `None` when nobody says; it is an error that the shard is gone.
+    async fn state(&self, part: &Part) -> Result<Option<ShardState>, ClientError> {
         let Ok(shard) = self.ask(&GetState { shard: part.root.shard }).await else {
             return Ok(None);
         };
-        let shard = shard.filter(|shard| !shard.deleting).ok_or_else(|| ClientError::Removed {
-            job: part.root.job.clone(),
-            step: part.root.step,
-        })?;
-        Ok(shard.stripe(stripe).filter(|state| *state != known))
+        let shard = shard.filter(|shard| !shard.deleting);
+        let (job, step) = (&part.root.job, part.root.step);
+        shard.map(Some).ok_or_else(|| ClientError::Removed { job: job.clone(), step })
     }
 
     async fn plan_in_state(
@@ -397,7 +411,7 @@ impl Client {
                 None => return Err(lost.into()),
             };
             looks += 1;
-            let leaves = records::leaves(&reading.caller, &reading.directory, &part.root).await?;
+            let leaves = self.leaves(reading, part).await?;
             planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
         }
     }

@@ -9,16 +9,17 @@ use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
 use super::{Client, ClientError, LONG_LIMIT, Progress, ProgressFn};
+use crate::code::Layout;
 use crate::format::geometry::Geometry;
 use crate::format::records::{
     FIELD_GF8, LAYOUT_STANDARD, Leaves, Record, RingNode, Saved, ShardRoot, StripeRecord,
     stripes_root,
 };
 use crate::gf::FingerprintKey;
-use crate::id::{Generation, Job, NodeId, SaveId, ShardId, ShardName, Step, StripeId};
+use crate::id::{Generation, Job, SaveId, ShardId, ShardName, Step, StripeId};
 use crate::kind::Kind;
-use crate::pipeline::save::{SaveError, Source, Upload};
-use crate::placement::{place, ring};
+use crate::pipeline::save::{Failures, SaveError, Source, Upload};
+use crate::placement::{Spares, place, ring};
 use crate::topology::Directory;
 use crate::wire::calls::{
     Abort, Begin, BeginAnswer, Commit, Keep, NodeView, PutRecord, RecordName, Seal,
@@ -81,6 +82,7 @@ struct Saving {
     step: Step,
     begun: BeginAnswer,
     directory: Directory,
+    failures: Arc<Failures>,
     progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
@@ -102,17 +104,23 @@ impl Client {
             return Err(ClientError::NoShards);
         }
         let mut restarts = 0;
+        let mut avoid = Vec::new();
         loop {
-            let begin = Begin { job: job.clone(), step, replace: options.replace };
+            let mut save = SaveId([0; 12]);
+            self.inner.entropy.fill(&mut save.0);
+            let (job, replace) = (job.clone(), options.replace);
+            let begin = Begin { job: job.clone(), step, replace, save, avoid: avoid.clone() };
             let begun = self.ask(&begin).await?;
             let lease = Duration::from_millis(begun.lease_ms);
-            match self.try_save(job, step, &shards, begun, &progress).await {
+            let failures = Arc::new(Failures::default());
+            match self.try_save(&job, step, &shards, begun, failures.clone(), &progress).await {
                 Err(ClientError::Save(error @ SaveError::NoHolders { .. }))
                     if restarts < RESTARTS =>
                 {
                     // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
-                    // that is gone counts as live for one lease more.
+                    // that is gone counts as live for one lease more; one whose disk is full is not counted.
                     restarts += 1;
+                    avoid.extend(failures.refused());
                     tracing::warn!(%error, restarts, "the save begins anew");
                     self.caller().clock().sleep(lease).await;
                 }
@@ -127,6 +135,7 @@ impl Client {
         step: Step,
         shards: &[NewShard],
         begun: BeginAnswer,
+        failures: Arc<Failures>,
         progress: &ProgressFn,
     ) -> Result<SaveReport, ClientError> {
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
@@ -143,6 +152,7 @@ impl Client {
             step,
             directory: Directory::new(live.collect()),
             begun,
+            failures,
             progress: Arc::new(count),
         };
         let lease = self.keep_lease(&saving.begun);
@@ -174,7 +184,8 @@ impl Client {
         KeptLease(tokio::spawn(async move {
             loop {
                 client.caller().clock().sleep(period).await;
-                if let Err(error) = client.ask(&Keep { lease }).await
+                // A gateway that does not answer must leave time to ask another one.
+                if let Err(error) = client.ask_within(&Keep { lease }, period).await
                     && error.kind() == Kind::Fenced
                 {
                     return;
@@ -214,7 +225,8 @@ impl Saving {
             key: Arc::new(FingerprintKey::derive(&fingerprint_key)),
             key_bytes: fingerprint_key,
             generation,
-            n: n.into(),
+            layout: Layout::new(n.into(), k.into())?,
+            failures: self.failures.clone(),
             progress: self.progress.clone(),
         };
         let mut hashes = Vec::with_capacity(geometry.stripes() as usize);
@@ -255,12 +267,11 @@ impl Saving {
     ) -> Result<[u8; 32], ClientError> {
         let (n, k) = (geometry.n.into(), geometry.k.into());
         let mut places = place(ring, n, k, stripe.index)?;
-        let mut spares: Vec<NodeId> =
-            ring.iter().map(|member| member.node).filter(|node| !places.contains(node)).collect();
+        let spares = Spares::new(ring, upload.layout, &places, |_| true);
         let Some(cut) = geometry.stripe(stripe.index) else {
             return Err(ClientError::NoShards);
         };
-        let fixed = upload.stripe(stripe, cut, &mut places, &mut spares).await?;
+        let fixed = upload.stripe(stripe, cut, &mut places, spares).await?;
         let record = StripeRecord::new(&fixed, places.clone())?;
         upload.record(&fixed, &record, &places).await?;
         Ok(record.leaf())

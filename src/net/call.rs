@@ -142,6 +142,11 @@ impl Caller {
         &self.clock
     }
 
+    /// How long an answer may take unless the caller says otherwise.
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
     /// The live connection to `to`.
     pub async fn connection(&self, to: &NodeAddress) -> Result<Arc<dyn Connection>, NetError> {
         self.pool.get(&address(to)).await

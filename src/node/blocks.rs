@@ -97,7 +97,8 @@ impl Node {
                 "the disk of node {} is over its high-water mark of {} %: archive or remove checkpoints, or add disk",
                 self.settings.name, self.settings.high_water_percent
             );
-            return Err(failure(Kind::Busy, text));
+            // Not busy: this will not pass while somebody waits, and another node takes the block.
+            return Err(failure(Kind::Unavailable, text));
         }
         Ok(())
     }
@@ -274,20 +275,22 @@ impl Node {
     pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         self.on_store(move |store| {
-            let why = match store.open_file(key) {
+            let (judged, why) = match store.open_file(key) {
                 Err(error) if error.kind() == Kind::NotFound => {
                     store.correct_index(key)?;
                     return Ok(true);
                 }
                 Ok(file) => match file.scrub().as_slice() {
                     [] => return Ok(false),
-                    damaged => format!("grains {damaged:?} are damaged"),
+                    damaged => {
+                        let why = format!("grains {damaged:?} are damaged");
+                        (Some(file), why)
+                    }
                 },
-                Err(error) if error.kind() == Kind::Corrupt => error.to_string(),
+                Err(error) if error.kind() == Kind::Corrupt => (None, error.to_string()),
                 Err(error) => return Err(Failure::from(error)),
             };
-            store.quarantine(key, &why)?;
-            Ok(true)
+            Ok(store.quarantine(key, judged.as_ref(), &why)?)
         })
         .await
     }
@@ -404,11 +407,13 @@ impl Node {
     async fn set_unproven_aside(&self, key: FileKey) -> Result<(), Failure> {
         let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
         self.on_store(move |store| {
+            let judged = store.open_file(key)?;
             let receipt = store.get_small(Scope::Stripe(key.stripe), &receipt_name(attempt))?;
-            match receipt {
-                Some(_) => Ok(()),
-                None => store.quarantine(key, "another piece of the same attempt, never proven"),
+            if receipt.is_none() {
+                let why = "another piece of the same attempt, never proven";
+                store.quarantine(key, Some(&judged), why)?;
             }
+            Ok::<_, StoreError>(())
         })
         .await
     }

@@ -3,6 +3,8 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use tokio_util::sync::CancellationToken;
+
 use super::{Node, NodeParts, NodeSettings, archive_share_bytes, save_share_bytes};
 use crate::catalogue::CatalogueError;
 use crate::clock::SystemClock;
@@ -81,6 +83,18 @@ impl NodeError {
     }
 }
 
+impl Node {
+    /// Stops when the index or the map of the catalogue has failed: what they say is not what is on disk, and the next start mends that.
+    async fn stop_when(self: Arc<Self>, failed: [CancellationToken; 2]) {
+        let [index, map] = &failed;
+        tokio::select! {
+            () = index.cancelled() => tracing::error!("the index has failed: stopping; the next start brings it in line with the files"),
+            () = map.cancelled() => tracing::error!("the catalogue's map has failed: stopping; the next start opens what is on disk"),
+        }
+        self.stop.cancel();
+    }
+}
+
 /// A running node.
 pub struct Daemon {
     node: Arc<Node>,
@@ -121,8 +135,9 @@ impl Daemon {
         let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
         let cache_bytes = (config.memory_bytes / 32).min(MAX_INDEX_CACHE_BYTES);
-        let (index, _) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes)?;
+        let (index, opened) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes)?;
         let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
+        let failed = [index.failed(), maps.failed()];
         let (store, found) = Store::open(
             Arc::new(disk),
             lock,
@@ -130,7 +145,7 @@ impl Daemon {
             membership.cluster,
             &membership.name,
         )?;
-        tracing::info!(?found, "data folder opened");
+        tracing::info!(?opened, ?found, "data folder opened");
         let clock = SystemClock::new();
         let transport = QuicTransport::listen(
             config.listen,
@@ -166,7 +181,9 @@ impl Daemon {
             workers: Workers::new(WORKERS),
             segmentation_offload,
         };
-        Ok(Self { node: Node::start(settings, parts)?, address })
+        let node = Node::start(settings, parts)?;
+        node.spawn(|node| node.stop_when(failed));
+        Ok(Self { node, address })
     }
 
     /// The address that it listens on.

@@ -12,13 +12,13 @@ use super::Node;
 use super::dispatch::{Request, Served};
 use super::failure::failure;
 use crate::catalogue::records::{
-    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key, state_key,
-    update, write,
+    CHECKPOINTS, Written, checkpoint_key, parse, parse_checkpoint_key, read, root_key,
+    roots_prefix, state_key, update, write,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{
-    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
-    Saved, ShardRoot, ShardState, Writing,
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
+    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing,
 };
 use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
@@ -70,23 +70,26 @@ impl Node {
 
     pub(super) async fn begin(self: &Arc<Self>, call: Begin) -> Result<BeginAnswer, Failure> {
         let catalogue = self.catalogue();
-        let mut nodes = self.directory().await?.live_storage();
+        let live = self.directory().await?.live_storage();
+        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
+        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
+        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
+        if self.choose_code(nodes.len()).is_err() {
+            // A save on nodes that may fail it is better than none.
+            nodes = live;
+        }
         let (n, k) = self.choose_code(nodes.len())?;
         nodes.truncate(MAX_RING);
-        let (lease, period) = catalogue.lease_grant().await?;
-        let mut bytes = [0; 12];
-        self.entropy.fill(&mut bytes);
-        let save = SaveId(bytes);
-        let begun = self.open_save(&*catalogue, &call, save, lease).await;
-        let generation = match begun {
-            Ok(generation) => generation,
-            Err(error) => {
-                catalogue.lease_revoke(lease).await?;
-                return Err(error);
-            }
-        };
+        let (granted, period) = catalogue.lease_grant().await?;
+        let begun = self.open_save(&*catalogue, &call, granted).await;
+        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
+            && let Err(error) = catalogue.lease_revoke(granted).await
+        {
+            tracing::info!(%error, "a lease that nobody has will end by itself");
+        }
+        let (generation, lease) = begun?;
         Ok(BeginAnswer {
-            save,
+            save: call.save,
             generation,
             lease,
             lease_ms: period.as_millis() as u64,
@@ -97,13 +100,17 @@ impl Node {
         })
     }
 
+    /// Opens the save under `lease`, or finds it open already, by the same call under a lease of its own.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
         call: &Begin,
-        save: SaveId,
         lease: LeaseId,
-    ) -> Result<Generation, Failure> {
+    ) -> Result<(Generation, LeaseId), Failure> {
+        let over = || {
+            let text = format!("save {} is over: save again", call.save);
+            failure(Kind::Fenced, text)
+        };
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read::<Checkpoint>(catalogue, &key).await?;
         loop {
@@ -111,6 +118,12 @@ impl Node {
                 current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
             let mut aborted = None;
             match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, lease }) if save == call.save => {
+                    return match catalogue.lease_touch(lease, true).await? {
+                        true => Ok((generation, lease)),
+                        false => Err(over()),
+                    };
+                }
                 Some(Writing::Open { lease: other, .. })
                     if catalogue.lease_touch(other, false).await? =>
                 {
@@ -133,6 +146,11 @@ impl Node {
             if checkpoint.committed.is_some() && !call.replace {
                 return Err(committed(&call.job, call.step));
             }
+            // A call that was under way for long: what has this id is not begun again, here or anywhere.
+            let gone = checkpoint.removing.iter().any(|removing| removing.save == call.save);
+            if gone || !catalogue.list(&roots_prefix(call.save), None, 1).await?.is_empty() {
+                return Err(over());
+            }
             if checkpoint.removing.len() >= MAX_REMOVING {
                 let text = format!(
                     "{}/{} waits for nodes to remove older saves: start the nodes that are down",
@@ -148,13 +166,13 @@ impl Node {
             let newest = seen.into_iter().flatten().max().unwrap_or_default();
             let generation = newest.next(catalogue.epoch());
             checkpoint.removing.extend(aborted.clone());
-            checkpoint.writing = Some(Writing::Open { save, generation, lease });
+            checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
             match write(catalogue, &key, revision, &checkpoint).await? {
                 Written::Set(_) => {
                     if let Some(entry) = aborted {
                         self.remove_later(call.job.clone(), call.step, entry);
                     }
-                    return Ok(generation);
+                    return Ok((generation, lease));
                 }
                 Written::Other(other) => current = other,
             }
@@ -186,21 +204,35 @@ impl Node {
                 format!("the root of shard {} does not fit together", root.name),
             ));
         }
+        let directory = self.directory().await?;
+        if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
+            let text = format!("node {node} of the ring of shard {} is not registered", root.name);
+            return Err(failure(Kind::Invalid, text));
+        }
         let catalogue = self.catalogue();
         let key = checkpoint_key(&root.job, root.step);
+        let not_open =
+            || failure(Kind::Fenced, format!("save {} is not open: save again", root.save));
         let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
         let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
             Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
-            _ => {
-                return Err(failure(
-                    Kind::Fenced,
-                    format!("save {} is not open: save again", root.save),
-                ));
-            }
+            _ => return Err(not_open()),
         };
         let fresh = ShardState::fresh(generation, geometry.stripes());
-        create(&*catalogue, &state_key(root.shard), &fresh).await?;
-        create(&*catalogue, &root_key(root.save, root.index), &root).await
+        let keys = [state_key(root.shard), root_key(root.save, root.index)];
+        create(&*catalogue, &keys[0], &fresh).await?;
+        create(&*catalogue, &keys[1], &root).await?;
+        // The save may have been aborted, and removed, before these were there to be removed with it.
+        let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
+        if checkpoint.is_some_and(|(checkpoint, _)| has_save(&checkpoint, root.save)) {
+            return Ok(());
+        }
+        for key in &keys {
+            if let Some(found) = catalogue.get(key).await? {
+                catalogue.set(key, Some(found.revision), None).await?;
+            }
+        }
+        Err(not_open())
     }
 
     /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
@@ -511,6 +543,16 @@ impl Node {
         }
         let _ = served.send.finish().await;
     }
+}
+
+/// Whether the step has the save, open, decided or committed.
+fn has_save(checkpoint: &Checkpoint, of: SaveId) -> bool {
+    let writing = match &checkpoint.writing {
+        Some(Writing::Open { save, .. }) => Some(*save),
+        Some(Writing::Decided { saved }) => Some(saved.save),
+        None => None,
+    };
+    writing == Some(of) || checkpoint.committed.as_ref().is_some_and(|saved| saved.save == of)
 }
 
 /// Makes a record; one that is there already must be the same.

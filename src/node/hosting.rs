@@ -7,14 +7,14 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::Node;
+use super::census::node_address;
 use super::gateway::renewal;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::Epoch;
 use crate::net::call::address;
-use crate::store::{Kv, KvError, Maps, Store};
-use crate::wire::NodeAddress;
+use crate::store::{Kv, Maps, Store};
 use crate::wire::calls::{Hello, HelloAnswer};
 
 /// A member that does not say its epoch within this is not counted.
@@ -52,13 +52,13 @@ impl Hosting {
         open: Open<'_>,
     ) -> Result<Self, CatalogueError> {
         let is_new = seen == Epoch::default();
-        let store = |error: KvError| CatalogueError::Store(error.to_string());
         let gone = || CatalogueError::Gone { seen, found: Epoch::default() };
-        let opened = match maps.existing().map_err(store)? {
-            Some(kv) => open(kv).map(Some),
-            None if begin && is_new => open(maps.fresh().map_err(store)?).map(Some),
-            None if begin => Err(gone()),
-            None => Ok(None),
+        let opened = match maps.existing() {
+            Ok(Some(kv)) => open(kv).map(Some),
+            Ok(None) if begin && is_new => open(maps.fresh()?).map(Some),
+            Ok(None) if begin => Err(gone()),
+            Ok(None) => Ok(None),
+            Err(error) => Err(error.into()),
         };
         let state = match opened {
             Ok(Some(local)) => {
@@ -67,7 +67,11 @@ impl Hosting {
                 State::Here(Arc::new(local))
             }
             Ok(None) => State::No(None),
-            Err(error @ (CatalogueError::Gone { .. } | CatalogueError::Incomplete { .. })) => {
+            Err(
+                error @ (CatalogueError::Gone { .. }
+                | CatalogueError::Incomplete { .. }
+                | CatalogueError::Damaged { .. }),
+            ) => {
                 tracing::error!(%error, "this daemon does not serve the catalogue");
                 State::No(Some(error.to_string()))
             }
@@ -155,6 +159,8 @@ impl Node {
     /// Asks the storage nodes that the map knows, and notes what is later than the map.
     async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
+        // One that stands down has to find the other home, and its seeds may be itself alone.
+        self.remote.know(nodes.iter().map(|view| node_address(&view.node)));
         let storage: Vec<NodeRecord> =
             nodes.into_iter().map(|view| view.node).filter(|node| node.storage).collect();
         let mut heard = 0;
@@ -182,7 +188,7 @@ impl Node {
     /// Those of `nodes` that say who they are, in time.
     pub(super) async fn hello_all(&self, nodes: &[NodeRecord]) -> Vec<(NodeRecord, HelloAnswer)> {
         let ask = |node: NodeRecord| async move {
-            let to = NodeAddress { name: node.name.clone(), host_port: node.address.clone() };
+            let to = node_address(&node);
             let hello = self
                 .caller
                 .call_within(&address(&to), &Hello { me: Some(self.record()) }, HELLO_LIMIT)
@@ -204,12 +210,7 @@ impl Node {
         let mut nodes: Vec<NodeRecord> =
             self.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        self.remote.know(
-            nodes.iter().map(|node| NodeAddress {
-                name: node.name.clone(),
-                host_port: node.address.clone(),
-            }),
-        );
+        self.remote.know(nodes.iter().map(node_address));
         self.on_store(move |store| store.put_members(&Members { nodes })).await
     }
 }

@@ -2,10 +2,12 @@
 
 use super::Node;
 use super::failure::failure;
-use super::marks::{LEAVES, MARK, RECORD, TOMBSTONE, receipt_name, save_scope, tombstone};
+use super::marks::{
+    LEAVES, MARK, RECEIPT_PREFIX, RECORD, TOMBSTONE, receipt_name, save_scope, tombstone,
+};
 use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
-use crate::format::file::{Content, FileKey};
+use crate::format::file::{FileKey, FileName};
 use crate::format::records::{
     CommitMark, Leaves, PieceForm, Receipt, Record, RemoveReason, ShardState, StripeFixed,
     StripeRecord, StripeState,
@@ -152,6 +154,10 @@ impl Node {
     /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
     pub(super) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
         let stripe = call.stripe;
+        // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.
+        if self.on_store(move |store| store.find(stripe)).await?.is_empty() {
+            return Ok(DropAnswer { files: 0, bytes: 0 });
+        }
         let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
         let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
         let code = match archived {
@@ -236,20 +242,30 @@ fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Fail
     Ok(())
 }
 
-/// Removes the stripe's replicas, and pieces of attempts that this one superseded; keeps what the receipt names.
+/// Removes the stripe's replicas, and what attempts that this one superseded left; keeps what the receipt names for this node.
 fn drop_files(store: &Store, me: NodeId, receipt: &Receipt) -> Result<DropAnswer, Failure> {
+    // First their receipts: none ever stands beside a piece that is gone.
+    let scope = Scope::Stripe(receipt.stripe);
+    for (name, _) in store.list_small(scope)? {
+        if name.starts_with(RECEIPT_PREFIX) && name != receipt_name(receipt.attempt) {
+            store.remove_small(scope, &name)?;
+        }
+    }
+    let ours = || receipt.pieces.iter().filter(|piece| piece.node == me);
     let mut answer = DropAnswer { files: 0, bytes: 0 };
-    for info in store.find(receipt.stripe)? {
-        let kept = match info.content {
-            Content::Replica { block } => receipt
-                .pieces
-                .iter()
-                .any(|piece| piece.node == me && piece.form == PieceForm::Replica { block }),
-            Content::Piece { attempt, .. } => attempt == receipt.attempt,
+    for (key, file_bytes) in store.files_on_disk(receipt.stripe)? {
+        let kept = match key.name {
+            FileName::Replica { block } => {
+                ours().any(|piece| piece.form == PieceForm::Replica { block })
+            }
+            FileName::Piece { piece: number, attempt } => {
+                attempt == receipt.attempt
+                    && ours().any(|piece| piece.piece == number && piece.form == PieceForm::File)
+            }
         };
-        if !kept && store.remove(info.key())? {
+        if !kept && store.remove(key)? {
             answer.files += 1;
-            answer.bytes += info.file_bytes;
+            answer.bytes += file_bytes;
         }
     }
     Ok(answer)

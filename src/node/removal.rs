@@ -295,9 +295,9 @@ fn sweep_shard(store: &Store, shard: ShardId) -> Result<u64, Failure> {
         let Some(last) = page.last() else { break };
         after = Some(last.index);
         for stripe in page {
-            for info in store.find(stripe)? {
-                if store.remove(info.key())? {
-                    bytes += info.file_bytes;
+            for (key, file_bytes) in store.files_on_disk(stripe)? {
+                if store.remove(key)? {
+                    bytes += file_bytes;
                 }
             }
             bytes += sweep_records(store, Scope::Stripe(stripe))?;

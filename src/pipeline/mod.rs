@@ -2,6 +2,7 @@
 
 pub mod archive;
 pub mod hop;
+pub mod patience;
 pub mod read;
 pub mod records;
 pub mod run;

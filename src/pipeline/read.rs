@@ -2,7 +2,9 @@
 //!
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
 //! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails, lies or is late is left out, and reading goes on from the same grain with others.
+//! A node that is busy has what is wanted: all files are let go, and opened again later.
 
+mod source;
 mod way;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,39 +16,33 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::{join_all, try_join_all};
 
+use source::Stop;
 pub use way::Lost;
 use way::{Holding, Way, explain, find_way};
 
+use super::patience::{BUSY_LIMIT, Patience};
 use super::records::StripeInfo;
 use super::workers::{WorkerDied, Workers};
-use crate::clock::deadline;
 use crate::code::{Code, CodeError, Program, reconstruct};
+use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
-use crate::format::tree::GrainTree;
 use crate::gf::FingerprintKey;
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::kind::Kind;
-use crate::net::call::{CallError, Caller, Exchange, address};
+use crate::net::call::{Caller, address};
 use crate::plan::check::{Goal, PlanError, check};
 use crate::planner::{Subject, direct_read};
 use crate::topology::Directory;
 use crate::units::GRAIN_BYTES;
-use crate::wire::calls::{FileView, Inspect, Read, ReadAnswer, Suspect};
+use crate::wire::calls::{FileView, Inspect, Suspect};
 
 /// A node that does not say within this what it has is left out at first.
 const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 const PATIENT_LIMIT: Duration = Duration::from_secs(6);
-/// A source that gives nothing for so long is left out.
-const STALL_LIMIT: Duration = Duration::from_secs(5);
-/// The same for the answer to an open: a busy node may let a reader wait for memory.
-const OPEN_LIMIT: Duration = Duration::from_secs(12);
 /// Wrong files that one restore remembers; a cluster with more is past reading around them.
 const MAX_ROTTEN: usize = 65_536;
-/// Tries to open a file on a node that says it is busy, and the wait between them.
-const OPEN_TRIES: u32 = 5;
-const BUSY_WAIT: Duration = Duration::from_millis(500);
 
 /// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
@@ -61,6 +57,18 @@ pub enum ReadError {
     /// Too much is gone.
     #[error("{0}")]
     Lost(Lost),
+    /// A node had no memory free for a reader, again and again.
+    #[error(
+        "stripe {stripe}: node {node} is busy with others for {BUSY_LIMIT:?} now ({reason}): try again later"
+    )]
+    Busy {
+        /// The stripe.
+        stripe: StripeId,
+        /// The node.
+        node: String,
+        /// What it said last.
+        reason: String,
+    },
     /// The destination failed.
     #[error("writing at byte {offset}: {source}")]
     Sink {
@@ -103,6 +111,7 @@ impl ReadError {
     pub fn kind(&self) -> Kind {
         match self {
             ReadError::Lost(_) => Kind::Lost,
+            ReadError::Busy { .. } => Kind::Busy,
             ReadError::Sink { .. } => Kind::Io,
             ReadError::UnknownCode { .. } => Kind::Invalid,
             ReadError::Decoded { .. } => Kind::Corrupt,
@@ -117,6 +126,8 @@ pub struct Reading {
     pub caller: Arc<Caller>,
     /// Verifying and decoding.
     pub workers: Workers,
+    /// Tells readers apart that wait for the same node.
+    pub entropy: Arc<dyn Entropy>,
     /// The nodes.
     pub directory: Directory,
     /// What went wrong and was survived, for the report.
@@ -126,6 +137,10 @@ pub struct Reading {
 }
 
 impl Reading {
+    fn patience(&self) -> Patience {
+        Patience::new(self.caller.clock().clone(), self.entropy.clone())
+    }
+
     fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
         let rotten = self.rotten.lock().unwrap_or_else(PoisonError::into_inner);
         rotten.contains(&(stripe, node, file))
@@ -147,29 +162,6 @@ pub struct StripeReader {
     key: Arc<FingerprintKey>,
     info: Arc<StripeInfo>,
     way: Way,
-}
-
-/// One open file, read grain by grain. A block past the shard's end has none, and is all zero.
-struct OpenFile {
-    holding: Holding,
-    open: Option<(Exchange, GrainTree)>,
-}
-
-/// Why a round of reading ended: a source is out, or it is over for good.
-enum Stop {
-    /// A source does not answer, or not in time; or, `rotten`, gave bytes that are not what they should be.
-    Source {
-        holding: Holding,
-        reason: String,
-        rotten: bool,
-    },
-    Fatal(ReadError),
-}
-
-impl<E: Into<ReadError>> From<E> for Stop {
-    fn from(error: E) -> Self {
-        Stop::Fatal(error.into())
-    }
 }
 
 async fn inspect_all(
@@ -268,6 +260,7 @@ impl StripeReader {
         let len = self.info.fixed.cut.block_len(block);
         let end = crate::units::grains(len).min(grains.end);
         let mut next = grains.start;
+        let mut patience = self.reading.patience();
         while next < end {
             let Some(&source) = sources.first() else {
                 return Err(ReadError::Lost(Lost {
@@ -277,10 +270,18 @@ impl StripeReader {
                     missing: vec!["every holder failed while it was read".into()],
                 }));
             };
+            let from = next;
             let round = self.replica_round(block, source, &mut next, end, range, sink).await;
+            if next > from {
+                patience = self.reading.patience();
+            }
             match round {
                 Ok(()) => {}
                 Err(Stop::Fatal(error)) => return Err(error),
+                Err(Stop::Busy { holding, reason }) => {
+                    self.wait(&mut patience, &holding, reason).await?;
+                    sources.rotate_left(1);
+                }
                 Err(Stop::Source { holding, reason, rotten }) => {
                     self.left_out(&holding, &reason, rotten);
                     sources.retain(|source| *source != holding);
@@ -334,10 +335,19 @@ impl StripeReader {
         sink: &Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
         let mut next = grains.start;
+        let mut patience = self.reading.patience();
         loop {
-            match self.pieces_round(blocks, &mut next, grains.end, range, sink).await {
+            let from = next;
+            let round = self.pieces_round(blocks, &mut next, grains.end, range, sink).await;
+            if next > from {
+                patience = self.reading.patience();
+            }
+            match round {
                 Ok(()) => return Ok(()),
                 Err(Stop::Fatal(error)) => return Err(error),
+                Err(Stop::Busy { holding, reason }) => {
+                    self.wait(&mut patience, &holding, reason).await?;
+                }
                 Err(Stop::Source { holding, reason, rotten }) => {
                     self.left_out(&holding, &reason, rotten);
                     if let Way::Pieces { pieces, .. } = &mut self.way {
@@ -379,6 +389,7 @@ impl StripeReader {
                 len => self.open(source, from..until, len).await.map(Some),
             }
         });
+        // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
         let mut files = try_join_all(opens).await?;
         let mut ready = Some(self.grains(&mut files, *next).await?);
         while let Some(inputs) = ready.take() {
@@ -438,6 +449,21 @@ impl StripeReader {
         Ok(())
     }
 
+    /// Waits for a node that is busy, holding nothing.
+    async fn wait(
+        &self,
+        patience: &mut Patience,
+        holding: &Holding,
+        reason: String,
+    ) -> Result<(), ReadError> {
+        let (stripe, node) = (self.info.fixed.stripe, self.reading.directory.name(holding.node));
+        tracing::debug!(%stripe, node, reason, "a reader waits");
+        match patience.wait().await {
+            true => Ok(()),
+            false => Err(ReadError::Busy { stripe, node, reason }),
+        }
+    }
+
     fn left_out(&self, holding: &Holding, reason: &str, rotten: bool) {
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
@@ -458,96 +484,6 @@ impl StripeReader {
                 let _ = caller.call(&to, &Suspect { stripe, file }).await;
             });
         }
-    }
-
-    /// Data bytes of a source's file.
-    fn file_len(&self, source: Holding) -> u64 {
-        match source.file {
-            FileName::Replica { block } => self.info.fixed.cut.block_len(block),
-            FileName::Piece { .. } => self.info.fixed.cut.block_bytes,
-        }
-    }
-
-    async fn open(&self, holding: Holding, grains: Range<u64>, len: u64) -> Result<OpenFile, Stop> {
-        if len == 0 {
-            return Ok(OpenFile { holding, open: None });
-        }
-        let stop = |reason: String, rotten| Stop::Source { holding, reason, rotten };
-        let to = self.reading.directory.address(holding.node);
-        let to = address(&to.ok_or_else(|| stop("it is not registered".into(), false))?);
-        let from = (grains.start * GRAIN_BYTES).min(len);
-        let end = (grains.end * GRAIN_BYTES).min(len);
-        let call = Read {
-            stripe: self.info.fixed.stripe,
-            file: holding.file,
-            from,
-            len_bytes: end - from,
-            hashes: true,
-        };
-        let clock = &**self.reading.caller.clock();
-        let mut tries = 0;
-        let (exchange, answer) = loop {
-            tries += 1;
-            let work = async {
-                let mut exchange = self.reading.caller.open(&to, &call).await?;
-                exchange.finish().await?;
-                let answer: ReadAnswer = exchange.answer().await?;
-                Ok::<_, CallError>((exchange, answer))
-            };
-            match deadline(clock, OPEN_LIMIT, work).await {
-                Ok(Ok(opened)) => break opened,
-                // A node that serves many readers says so; it has the bytes all the same.
-                Ok(Err(error)) if error.kind() == Kind::Busy && tries < OPEN_TRIES => {
-                    clock.sleep(BUSY_WAIT).await;
-                }
-                Ok(Err(error)) => {
-                    return Err(stop(error.to_string(), error.kind() == Kind::Corrupt));
-                }
-                Err(late) => return Err(stop(late.to_string(), false)),
-            }
-        };
-        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
-            .map_err(|error| stop(error.to_string(), true))?;
-        if answer.len_bytes != len || tree.root() != holding.root {
-            return Err(stop("its hashes are not those of the record".into(), true));
-        }
-        Ok(OpenFile { holding, open: Some((exchange, tree)) })
-    }
-
-    /// The next grain of a file, verified by its hash; empty past its end.
-    async fn grain(&self, file: &mut OpenFile, grain: u64, len: u64) -> Result<Bytes, Stop> {
-        let holding = file.holding;
-        let stop = |reason: String, rotten| Stop::Source { holding, reason, rotten };
-        let want = len.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
-        let Some((exchange, tree)) = file.open.as_mut().filter(|_| want > 0) else {
-            return Ok(Bytes::new());
-        };
-        let clock = &**self.reading.caller.clock();
-        let read = deadline(clock, STALL_LIMIT, exchange.recv.read_exact(want)).await;
-        let read = read.map_err(|late| stop(late.to_string(), false))?;
-        let bytes = read.map_err(|error| stop(error.to_string(), false))?;
-        if tree.verify_grain(grain, &bytes) {
-            Ok(bytes)
-        } else {
-            Err(stop(format!("grain {grain} is corrupt"), true))
-        }
-    }
-
-    /// One grain of each source, padded; `None` is one that is all zero.
-    async fn grains(&self, files: &mut [Option<OpenFile>], grain: u64) -> Result<Vec<Bytes>, Stop> {
-        let padded = self.info.fixed.cut.grain_len(grain) as usize;
-        let reads = files.iter_mut().map(|file| async move {
-            let Some(file) = file else { return Ok(vec![0; padded].into()) };
-            let len = self.file_len(file.holding);
-            let bytes = self.grain(file, grain, len).await?;
-            if bytes.len() == padded {
-                return Ok(bytes);
-            }
-            let mut whole = bytes.to_vec();
-            whole.resize(padded, 0);
-            Ok::<Bytes, Stop>(whole.into())
-        });
-        try_join_all(reads).await
     }
 
     /// Checks grains of blocks against the fingerprints of the save and writes what lies in `range`.

@@ -32,6 +32,8 @@ pub enum RecordsError {
         shard: String,
         /// How many nodes were asked.
         asked: usize,
+        /// How many of them did not say whether they have it.
+        silent: usize,
         /// What they answered, shortened.
         answers: String,
     },
@@ -77,6 +79,7 @@ async fn ask<T>(
         })
         .buffer_unordered(ASK_AT_ONCE);
     let mut failures: HashMap<String, usize> = HashMap::new();
+    let mut silent = 0;
     while let Some((answer, node)) = answers.next().await {
         let failure = match answer {
             Ok(Some(bytes)) => match accept(&bytes) {
@@ -91,6 +94,7 @@ async fn ask<T>(
                 if error.is_unanswered() {
                     directory.heard(NodeId::of(&node.name), false);
                 }
+                silent += usize::from(error.is_unanswered() || error.kind().is_transient());
                 format!("{:?}", error.kind())
             }
         };
@@ -103,6 +107,7 @@ async fn ask<T>(
         what: format!("{record:?}"),
         shard: root.name.to_string(),
         asked,
+        silent,
         answers: answers.join(", "),
     })
 }

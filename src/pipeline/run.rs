@@ -100,7 +100,9 @@ impl RunError {
     pub fn kind(&self) -> Kind {
         match self {
             RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
-            RunError::Busy { .. } | RunError::NoRoom { .. } => Kind::Busy,
+            RunError::Busy { .. } => Kind::Busy,
+            // Room does not come back by waiting: whoever watches is told.
+            RunError::NoRoom { .. } => Kind::Unavailable,
             RunError::Unknown => Kind::NotFound,
             RunError::GivenUp => Kind::Unavailable,
             RunError::Hop { source, .. } => source.kind(),
@@ -244,13 +246,14 @@ impl Runs {
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
         let code = check(&order)?;
         let needed_bytes = order_bytes(&order);
-        let free_bytes = self.store.space()?.free_bytes;
         // First what nobody uses goes back: it may be all there is.
         self.give_back_unused();
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
         let now = self.clock.now();
+        // Only now: others write while one waits for memory.
+        let free_bytes = self.store.space()?.free_bytes;
         let mut table = self.table();
         // What others were promised and have not taken yet is not free. One block more, so that the last piece does not fill
         // the disk to the brim; `check` bounds the lengths.
@@ -521,18 +524,37 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn what_a_lost_coordinator_reserved_is_given_to_the_next() {
-        let disk = Arc::new(MemoryDisk::new(1 << 20));
+    /// A node's runs, with memory for one part.
+    fn runs(disk: &Arc<MemoryDisk>) -> (Runs, Arc<Budget>) {
         let lock = disk.lock(LOCK_FILE).unwrap();
         let (name, kv) = ("node-1".parse().unwrap(), Arc::new(MemoryKv::new()));
-        let (store, _) = Store::open(disk, lock, kv, ClusterId([4; 16]), &name).unwrap();
+        let (store, _) = Store::open(disk.clone(), lock, kv, ClusterId([4; 16]), &name).unwrap();
         let transport = MemoryNetwork::new().join(Peer { role: Role::Node, name }, "node-1:7440");
         let clock = SystemClock::new();
         let pool = Pool::new(Arc::new(transport), clock.clone());
         let caller = Caller::new(pool, clock.clone(), ADMISSION_LIMIT);
         let memory = Budget::new("archive", order_bytes(&order(1)).next_multiple_of(4096));
-        let runs = Runs::new(store, Workers::inline(), caller, clock, memory.clone());
+        (Runs::new(store, Workers::inline(), caller, clock, memory.clone()), memory)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_disk_that_fills_while_a_part_waits_for_memory_refuses_it() {
+        let disk = Arc::new(MemoryDisk::new(1 << 20));
+        let (runs, _) = runs(&disk);
+        runs.reserve(order(1)).await.unwrap();
+        let meanwhile = async {
+            disk.set_capacity(1);
+            runs.release([1; 16]);
+        };
+        let (refused, ()) = tokio::join!(runs.reserve(order(2)), meanwhile);
+        let refused = refused.unwrap_err();
+        assert!(matches!(refused, RunError::NoRoom { .. }), "{refused}");
+        assert_eq!(refused.kind(), Kind::Unavailable);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_a_lost_coordinator_reserved_is_given_to_the_next() {
+        let (runs, memory) = runs(&Arc::new(MemoryDisk::new(1 << 20)));
         runs.reserve(order(1)).await.unwrap();
         assert!(matches!(runs.reserve(order(2)).await, Err(RunError::Busy { .. })));
         tokio::time::advance(UNUSED_LIMIT).await;

@@ -1,9 +1,9 @@
 //! Saving one stripe from the client's side: each block goes to its first holder, which forwards it to the second;
 //! the client hashes and fingerprints what it reads from its source, and both holders must agree (docs/semantics.md, 3.2).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,6 +13,7 @@ use futures_util::stream;
 
 use super::workers::{WorkerDied, Workers};
 use crate::clock::deadline;
+use crate::code::Layout;
 use crate::format::FormatError;
 use crate::format::geometry::StripeCut;
 use crate::format::records::{BlockInfo, Record, StripeFixed, StripeRecord};
@@ -21,6 +22,7 @@ use crate::gf::{Fingerprint, FingerprintKey, GfError};
 use crate::id::{Generation, NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, Caller, Exchange, address};
+use crate::placement::Spares;
 use crate::topology::Directory;
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{
@@ -121,6 +123,28 @@ impl SaveError {
     }
 }
 
+/// The nodes that failed while a save wrote to them: its other stripes and shards do without them where they can.
+#[derive(Debug, Default)]
+pub struct Failures(Mutex<BTreeMap<NodeId, bool>>);
+
+impl Failures {
+    fn note(&self, failed: &Failed) {
+        let refused = failed.has_refused();
+        let mut nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *nodes.entry(failed.node).or_default() |= refused;
+    }
+
+    fn has(&self, node: NodeId) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&node)
+    }
+
+    /// Those that live and said that they cannot take blocks, as one does whose disk is full: they do not count for a new save.
+    pub fn refused(&self) -> Vec<NodeId> {
+        let nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        nodes.iter().filter(|(_, refused)| **refused).map(|(node, _)| *node).collect()
+    }
+}
+
 /// What all stripes of a shard share.
 pub struct Upload {
     /// Calls to nodes.
@@ -139,8 +163,10 @@ pub struct Upload {
     pub key_bytes: [u8; 32],
     /// The save's generation.
     pub generation: Generation,
-    /// n of the code.
-    pub n: usize,
+    /// Which positions hold which blocks.
+    pub layout: Layout,
+    /// What the whole save knows of nodes that failed.
+    pub failures: Arc<Failures>,
     /// Told how many bytes are durable, as blocks complete.
     pub progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
@@ -152,6 +178,11 @@ struct Failed {
 }
 
 impl Failed {
+    /// The holder said that it cannot, or that the other one cannot or is not reached.
+    fn has_refused(&self) -> bool {
+        !self.error.is_unanswered() && self.error.kind() == Kind::Unavailable
+    }
+
     /// The holder answered, and not for another holder that it could not reach.
     fn is_answered(&self) -> bool {
         !self.error.is_unanswered() && self.error.kind() != Kind::Unavailable
@@ -176,10 +207,10 @@ impl Upload {
         stripe: StripeId,
         cut: StripeCut,
         places: &mut [NodeId],
-        spares: &mut Vec<NodeId>,
+        mut spares: Spares,
     ) -> Result<StripeFixed, SaveError> {
-        let k = usize::from(cut.k);
-        let step = self.n - k;
+        let (k, step) = (self.layout.k(), self.layout.n() - self.layout.k());
+        self.avoid(places, &mut spares);
         let mut blocks: Vec<Option<BlockInfo>> = vec![None; k];
         let mut todo: BTreeSet<usize> = (0..k).collect();
         let (mut round, mut busy_rounds) = (0, 0);
@@ -210,6 +241,9 @@ impl Upload {
                 }
             }
             drop(running);
+            if !done.is_empty() {
+                busy_rounds = 0;
+            }
             done.iter().for_each(|block| {
                 todo.remove(block);
             });
@@ -218,8 +252,10 @@ impl Upload {
                 return Ok(StripeFixed { stripe, cut, blocks });
             }
             // A holder that others keep busy is no reason to look for another one.
-            let is_busy = failures.iter().all(|failed| failed.error.kind() == Kind::Busy);
-            if is_busy && busy_rounds < BUSY_ROUNDS {
+            if busy_rounds < BUSY_ROUNDS {
+                failures.retain(|failed| failed.error.kind() != Kind::Busy);
+            }
+            if failures.is_empty() {
                 busy_rounds += 1;
                 self.caller.clock().sleep(BUSY_WAIT).await;
                 continue;
@@ -230,9 +266,9 @@ impl Upload {
                 continue;
             }
             if round > ROUNDS {
-                spares.clear();
+                spares.retain(|_| false);
             }
-            todo.extend(self.replace(stripe, k, places, spares, &failures)?);
+            todo.extend(self.replace(stripe, places, &mut spares, &failures)?);
         }
         Err(SaveError::NoHolders {
             stripe,
@@ -241,33 +277,45 @@ impl Upload {
         })
     }
 
+    /// Before the first byte: spares in the places of nodes that failed other stripes, which become the last spares.
+    fn avoid(&self, places: &mut [NodeId], spares: &mut Spares) {
+        let failed = |node| self.failures.has(node);
+        for position in 0..places.len() {
+            if failed(places[position])
+                && !spares.nodes().iter().all(|&spare| failed(spare))
+                && let Some(spare) = spares.take(places, position, failed)
+            {
+                spares.give(std::mem::replace(&mut places[position], spare));
+            }
+        }
+    }
+
     /// Puts a spare in the place of each node that failed; answers with the blocks of its position, which are sent again.
     fn replace(
         &self,
         stripe: StripeId,
-        k: usize,
         places: &mut [NodeId],
-        spares: &mut Vec<NodeId>,
+        spares: &mut Spares,
         failures: &[Failed],
     ) -> Result<BTreeSet<usize>, SaveError> {
+        failures.iter().for_each(|failed| self.failures.note(failed));
         let nodes: BTreeSet<NodeId> = failures.iter().map(|failed| failed.node).collect();
-        spares.retain(|spare| !nodes.contains(spare));
+        spares.retain(|spare| !nodes.contains(&spare));
         let mut again = BTreeSet::new();
-        for (position, place) in places.iter_mut().enumerate() {
-            if !nodes.contains(place) {
+        for position in 0..places.len() {
+            if !nodes.contains(&places[position]) {
                 continue;
             }
-            let Some(spare) = spares.pop() else {
+            let Some(spare) = spares.take(places, position, |node| self.failures.has(node)) else {
                 let names: Vec<String> =
                     nodes.iter().map(|node| self.directory.name(*node)).collect();
                 let reason =
                     failures.first().map(|failed| failed.error.to_string()).unwrap_or_default();
                 return Err(SaveError::NoHolders { stripe, failed: names.join(", "), reason });
             };
-            tracing::warn!(%stripe, failed = self.directory.name(*place), spare = self.directory.name(spare), "a holder is replaced");
-            *place = spare;
-            let twins = [Some(position), position.checked_sub(self.n - k)];
-            again.extend(twins.into_iter().flatten().filter(|&block| block < k));
+            tracing::warn!(%stripe, failed = self.directory.name(places[position]), spare = self.directory.name(spare), "a holder is replaced");
+            places[position] = spare;
+            again.extend(self.layout.blocks_at(position));
         }
         Ok(again)
     }
@@ -449,7 +497,7 @@ impl Upload {
         });
         let results = join_all(puts).await;
         let failures: Vec<String> = results.into_iter().filter_map(Result::err).collect();
-        let needed = self.n - usize::from(fixed.cut.k) + 1;
+        let needed = self.layout.n() - self.layout.k() + 1;
         if places.len() - failures.len() < needed {
             let failed =
                 format!("{} of the {} holders of its record", failures.len(), places.len());

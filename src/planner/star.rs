@@ -6,7 +6,7 @@
 //! - *striped*: the coder rotates over ranges of grains.
 
 use super::{PlannerError, Subject};
-use crate::code::Code;
+use crate::code::{Code, Layout};
 use crate::plan::{Hop, Input, Output, Plan, StreamNo};
 
 /// Where the k systematic pieces stay and the n-k parity pieces go.
@@ -18,8 +18,8 @@ struct Homes {
 }
 
 /// Each block keeps the replica at its first holder that is free, walking so that the wanted parity home stays free.
-fn homes(n: usize, k: usize, coder: Option<usize>) -> Homes {
-    let step = n - k;
+fn homes(layout: Layout, coder: Option<usize>) -> Homes {
+    let (n, k) = (layout.n(), layout.k());
     // Blocks whose first holder is `coder` (or follows from such a move) keep their second holder instead.
     let mut taken = vec![false; n];
     if let Some(coder) = coder {
@@ -27,19 +27,20 @@ fn homes(n: usize, k: usize, coder: Option<usize>) -> Homes {
     }
     let kept: Vec<usize> = (0..k)
         .map(|block| {
-            let home = if taken[block] { block + step } else { block };
+            let home = layout.holders(block).find(|&home| !taken[home]).unwrap_or(block);
             taken[home] = true;
             home
         })
         .collect();
     let mut parity: Vec<usize> = coder.into_iter().collect();
     parity.extend((0..n).filter(|&position| !taken[position]));
-    parity.truncate(step);
+    parity.truncate(n - k);
     Homes { kept, parity }
 }
 
 struct Builder<'a> {
     subject: Subject<'a>,
+    layout: Layout,
     hops: Vec<Hop>,
     next_stream: StreamNo,
 }
@@ -108,36 +109,38 @@ impl Builder<'_> {
 }
 
 fn builder<'a>(subject: &Subject<'a>) -> Result<Builder<'a>, PlannerError> {
-    if !matches!(subject.code, Code::Rs(_)) {
-        return Err(PlannerError::Code { plan: "star", code: subject.code.name().to_owned() });
-    }
+    let code = subject.code;
+    let layout = match (code, Layout::new(code.n(), code.k())) {
+        (Code::Rs(_), Ok(layout)) => layout,
+        _ => return Err(PlannerError::Code { plan: "star", code: code.name().to_owned() }),
+    };
     subject.check_places()?;
-    Ok(Builder { subject: *subject, hops: Vec::new(), next_stream: 0 })
+    Ok(Builder { subject: *subject, layout, hops: Vec::new(), next_stream: 0 })
 }
 
 /// The paper's baseline. `coder` is the index of the parity node that codes, from 0; it wraps.
 pub fn naive_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
-    let homes = homes(subject.code.n(), subject.code.k(), None);
+    let homes = homes(builder.layout, None);
     let at = homes.parity[coder % homes.parity.len()];
     builder.coder(at, &homes, (0, subject.cut.grains()), &[]);
     Ok(builder.finish(&homes))
 }
 
-/// Positions that hold two blocks, where a best star's coder may sit.
-fn two_block_positions(n: usize, k: usize) -> std::ops::Range<usize> {
-    // Position p holds blocks p and p-(n-k). With n = 2k no position holds two; the coder then has one.
-    if n - k < k { n - k..k } else { 0..k }
+/// Positions that hold two blocks, where a best star's coder may sit. With n = 2k no position does; the coder then has one.
+fn coders(layout: Layout) -> Vec<usize> {
+    let holding = |count| (0..layout.k()).filter(move |&at| layout.blocks_at(at).count() == count);
+    let two: Vec<usize> = holding(2).collect();
+    if two.is_empty() { holding(1).collect() } else { two }
 }
 
 /// The coder on a node that has two blocks; `coder` picks among those, from 0; it wraps.
 pub fn best_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
-    let (n, k) = (subject.code.n(), subject.code.k());
-    let choices = two_block_positions(n, k);
-    let at = choices.start + coder % choices.len();
-    let homes = homes(n, k, Some(at));
-    let local: Vec<usize> = [Some(at), at.checked_sub(n - k)].into_iter().flatten().collect();
+    let choices = coders(builder.layout);
+    let at = choices[coder % choices.len()];
+    let homes = homes(builder.layout, Some(at));
+    let local: Vec<usize> = builder.layout.blocks_at(at).collect();
     builder.coder(at, &homes, (0, subject.cut.grains()), &local);
     Ok(builder.finish(&homes))
 }
@@ -145,17 +148,13 @@ pub fn best_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerErr
 /// The coder rotates over the positions, one range of grains each.
 pub fn striped_star(subject: &Subject<'_>) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
-    let (n, k) = (subject.code.n(), subject.code.k());
-    let homes = homes(n, k, None);
+    let homes = homes(builder.layout, None);
     let grains = subject.cut.grains();
-    let parts = (n as u64).min(grains);
+    let parts = (builder.layout.n() as u64).min(grains);
     for part in 0..parts {
         let range = (grains * part / parts, grains * (part + 1) / parts);
         let at = part as usize;
-        let local: Vec<usize> = [Some(at).filter(|&block| block < k), at.checked_sub(n - k)]
-            .into_iter()
-            .flatten()
-            .collect();
+        let local: Vec<usize> = builder.layout.blocks_at(at).collect();
         builder.coder(at, &homes, range, &local);
     }
     Ok(builder.finish(&homes))

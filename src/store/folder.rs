@@ -7,12 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::disk::{Disk, DiskLock, Space};
+use super::disk::{Disk, DiskEntry, DiskLock, Space};
 use super::index::{FileInfo, Index, Totals};
 use super::kv::{Kv, Opened, SledKv};
-use super::names::{Names, QUARANTINE, SHARDS, TMP, file_path, shard_dir};
+use super::names::{
+    Names, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
+};
 use super::real_disk::RealDisk;
-use super::reconcile::{Reconciled, stripe_index};
+use super::reconcile::Reconciled;
 use super::small::if_found;
 use super::stored_file::StoredFile;
 use crate::format::FormatError;
@@ -210,8 +212,15 @@ impl Store {
     /// the caller's affair.
     pub fn remove(&self, key: FileKey) -> Result<bool, StoreError> {
         let removed = self.names().remove(&file_path(key))?;
-        self.index().update(key, None)?;
+        self.unlist(key);
         Ok(removed)
+    }
+
+    /// The index follows a file that is gone. Where it cannot, the file is gone all the same, and the next start mends the index.
+    pub(super) fn unlist(&self, key: FileKey) {
+        if let Err(error) = self.index().update(key, None) {
+            tracing::error!(%key, %error, "a file is gone and the index still has it");
+        }
     }
 
     /// Brings the index in line with what is there under `key`; never touches the file.
@@ -231,14 +240,25 @@ impl Store {
         self.index().find(stripe)
     }
 
+    /// The replica and piece files of a stripe and their lengths, as the folder has them: for who removes them, also those that the index
+    /// missed.
+    pub fn files_on_disk(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
+        let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
+        let files = entries.into_iter().filter(|entry| !entry.is_dir);
+        let key = |entry: DiskEntry| {
+            let name = entry.name.parse().ok()?;
+            Some((FileKey { stripe, name }, entry.len_bytes))
+        };
+        Ok(files.filter_map(key).collect())
+    }
+
     /// At most `limit` shards of which anything is here, in order, from behind `after`.
     pub fn list_shards(
         &self,
         after: Option<ShardId>,
         limit: usize,
     ) -> Result<Vec<ShardId>, StoreError> {
-        let shards = self.disk().list(SHARDS)?.into_iter().filter(|entry| entry.is_dir);
-        let shards = shards.filter_map(|entry| entry.name.parse().ok());
+        let shards = self.disk().folders(SHARDS)?.into_iter().filter_map(|name| name.parse().ok());
         Ok(shards.filter(|shard| after.is_none_or(|after| *shard > after)).take(limit).collect())
     }
 
@@ -249,8 +269,8 @@ impl Store {
         after: Option<u32>,
         limit: usize,
     ) -> Result<Vec<StripeId>, StoreError> {
-        let entries = if_found(self.disk().list(&shard_dir(shard)))?.unwrap_or_default();
-        let stripes = entries.iter().filter_map(stripe_index);
+        let names = if_found(self.disk().folders(&shard_dir(shard)))?.unwrap_or_default();
+        let stripes = names.iter().filter_map(|name| parse_stripe_index(name));
         let stripes = stripes.filter(|index| after.is_none_or(|after| *index > after));
         Ok(stripes.map(|index| StripeId { shard, index }).take(limit).collect())
     }
@@ -263,5 +283,70 @@ impl Store {
     /// How much space the disk has.
     pub fn space(&self) -> Result<Space, StoreError> {
         Ok(self.disk().space()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::store::kv::{Batch, KvError, Pair};
+    use crate::store::{BlockSpec, MemoryDisk, MemoryKv};
+
+    /// A map that fails, as sled does, from some point on.
+    #[derive(Default)]
+    struct Failing(MemoryKv, AtomicBool);
+
+    impl Failing {
+        fn check(&self) -> Result<(), KvError> {
+            let failed = || KvError::Failed { path: "index".into() };
+            if self.1.load(Ordering::Relaxed) { Err(failed()) } else { Ok(()) }
+        }
+    }
+
+    impl Kv for Failing {
+        fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
+            self.check().and_then(|()| self.0.get(key))
+        }
+        fn apply(&self, batch: &Batch) -> Result<(), KvError> {
+            self.check().and_then(|()| self.0.apply(batch))
+        }
+        fn scan(
+            &self,
+            prefix: &[u8],
+            after: Option<&[u8]>,
+            limit: usize,
+        ) -> Result<Vec<Pair>, KvError> {
+            self.check().and_then(|()| self.0.scan(prefix, after, limit))
+        }
+    }
+
+    #[test]
+    fn what_the_index_missed_is_found_and_goes() {
+        let disk = MemoryDisk::new(1 << 20);
+        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
+        let kv = Arc::new(Failing::default());
+        let cluster = ClusterId([1; 16]);
+        let (store, _) = Store::open(Arc::new(disk), lock, kv.clone(), cluster, &name).unwrap();
+        let stripe = StripeId { shard: ShardId([5; 16]), index: 3 };
+        let write = |block| {
+            let spec = BlockSpec { stripe, block, layout: 1, len_bytes: 3 };
+            let mut writer = store.write_block(spec, None)?;
+            writer.write(b"abc")?;
+            writer.finish(None)
+        };
+        write(1).unwrap();
+        kv.1.store(true, Ordering::Relaxed);
+        assert!(matches!(write(2), Err(StoreError::Index(_))));
+        let keys = [1, 2].map(|block| FileKey::replica(stripe, block));
+        let files = store.files_on_disk(stripe).unwrap();
+        assert_eq!(files.iter().map(|(key, _)| *key).collect::<Vec<_>>(), keys);
+        for (key, len_bytes) in files {
+            assert_eq!(len_bytes, store.open_file(key).unwrap().info().file_bytes);
+            assert!(store.remove(key).unwrap());
+        }
+        assert_eq!(store.files_on_disk(stripe).unwrap(), []);
+        assert_eq!(store.list_shards(None, 9).unwrap(), []);
     }
 }

@@ -3,7 +3,8 @@
 //! What is kept here can be made again from files or from other nodes: sled calls itself beta, and its own
 //! flush ends in `sync_file_range`, which is no barrier against a power cut
 //! (`docs/decisions/0003-sled-as-a-cache.md`). So after each batch its file is synced through a descriptor of
-//! ours, and a folder that does not open is moved aside, not repaired.
+//! ours. A map that has failed once may differ from what is on disk: it does nothing more until it is opened
+//! again. One that is damaged is never repaired; one that the system did not let us open stays where it is.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,6 +12,8 @@ use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio_util::sync::CancellationToken;
 
 use super::disk::DiskLock;
 use crate::kind::Kind;
@@ -46,12 +49,18 @@ pub enum KvError {
         limit_bytes: usize,
     },
     /// What is on disk cannot be used.
-    #[error("{path} is damaged ({why}): restart, and it is made again from the files")]
+    #[error("{path} is damaged ({why})")]
     Damaged {
         /// The folder.
         path: String,
         /// The engine's words.
         why: String,
+    },
+    /// It has failed before.
+    #[error("{path} has failed and is not used any more: the log says how; start the daemon again")]
+    Failed {
+        /// The folder.
+        path: String,
     },
     /// The system refused.
     #[error("cannot {op} {path}: {source}")]
@@ -72,14 +81,14 @@ impl KvError {
             Self::InUse { .. } => Kind::Exists,
             Self::TooLong { .. } => Kind::Invalid,
             Self::Damaged { .. } => Kind::Corrupt,
-            Self::Io { .. } => Kind::Io,
+            Self::Failed { .. } | Self::Io { .. } => Kind::Io,
         }
     }
 }
 
 /// Where a daemon keeps its catalogue's map.
 pub trait Maps: Send + Sync + 'static {
-    /// The map that is there.
+    /// The map that is there. One that is damaged stays, for [`fresh`](Self::fresh) to move.
     fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError>;
 
     /// A new and empty map; one that is there is moved aside.
@@ -154,9 +163,6 @@ pub trait Kv: Send + Sync + 'static {
     /// `after`. Fewer than that: there are no more.
     fn scan(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize)
     -> Result<Vec<Pair>, KvError>;
-
-    /// Makes everything durable. [`apply`](Self::apply) has done so already.
-    fn flush(&self) -> Result<(), KvError>;
 }
 
 /// Where a scan begins.
@@ -217,10 +223,6 @@ impl Kv for MemoryKv {
         let within = range.take_while(|(key, _)| key.starts_with(prefix));
         Ok(within.take(limit.min(MAX_PAGE)).map(|(k, v)| (k.clone(), v.clone())).collect())
     }
-
-    fn flush(&self) -> Result<(), KvError> {
-        Ok(())
-    }
 }
 
 /// How a map was found.
@@ -231,12 +233,10 @@ pub enum Opened {
     /// It is the one that was there. Not a promise that it is complete: where its log is damaged in the middle,
     /// sled gives back what lies before and says nothing.
     Recovered,
-    /// The one that was there did not open. It was moved aside, this one is empty and has to be filled again.
+    /// The one that was there is damaged. It was moved aside, this one is empty and has to be filled again.
     Rebuilt {
         /// Where the old one is now.
         moved_to: PathBuf,
-        /// What was wrong with it.
-        why: String,
     },
 }
 
@@ -246,15 +246,18 @@ pub struct SledKv {
     db: sled::Db,
     /// Ours, on sled's file: for the barrier that sled leaves out.
     file: File,
+    sync: fn(&File) -> std::io::Result<()>,
     /// One writer at a time: a leaf never grows beyond what [`MAX_VALUE_BYTES`] assumes.
     writing: Mutex<()>,
+    /// Set by the first failure: what sled has in memory may not be what is on disk.
+    failed: CancellationToken,
 }
 
 impl SledKv {
     /// Opens the map in the folder `path`, with a cache of `cache_capacity_bytes`.
     ///
     /// The lock of the data folder around it comes first, so that nothing that another daemon has open is
-    /// ever moved aside. A folder that does not open for any other reason is.
+    /// ever moved aside. A damaged folder is; one that the system did not let us open is left, with an error.
     pub fn open(
         _held: &DiskLock,
         path: &Path,
@@ -262,25 +265,49 @@ impl SledKv {
     ) -> Result<(Self, Opened), KvError> {
         let existed = path.exists();
         refuse_if_in_use(path)?;
-        let why = match open_checked(path, cache_capacity_bytes) {
+        let open = || open_checked(path, cache_capacity_bytes, CancellationToken::new());
+        let damage = match open() {
             Ok(kv) if existed => return Ok((kv, Opened::Recovered)),
             Ok(kv) => return Ok((kv, Opened::Created)),
-            Err(error) if !existed => return Err(error),
-            Err(error) => error.to_string(),
+            Err(error @ KvError::Damaged { .. }) if existed => error,
+            Err(error) => return Err(error),
         };
         let moved_to = move_aside(path)?;
-        tracing::error!(?path, ?moved_to, why, "the index did not open; starting an empty one");
-        let kv = open_checked(path, cache_capacity_bytes)?;
-        Ok((kv, Opened::Rebuilt { moved_to, why }))
+        tracing::error!(%damage, ?moved_to, "an empty index takes the place of the damaged one");
+        Ok((open()?, Opened::Rebuilt { moved_to }))
     }
 
-    fn damaged(&self, error: &sled::Error) -> KvError {
-        damaged(&self.path, error.to_string())
+    /// Is set when it has failed and does nothing more.
+    pub fn failed(&self) -> CancellationToken {
+        self.failed.clone()
+    }
+
+    fn refuse_if_failed(&self) -> Result<(), KvError> {
+        if self.failed.is_cancelled() {
+            return Err(KvError::Failed { path: self.path.display().to_string() });
+        }
+        Ok(())
+    }
+
+    /// What sled failed with. From here on nothing is read or written.
+    fn fail(&self, error: KvError) -> KvError {
+        tracing::error!(%error, "a map has failed; it is not used any more until the daemon is started again");
+        self.failed.cancel();
+        error
+    }
+
+    fn sled<T>(&self, result: sled::Result<T>) -> Result<T, KvError> {
+        result.map_err(|error| self.fail(sled_error("use", &self.path, error)))
     }
 
     fn barrier(&self) -> Result<(), KvError> {
-        self.db.flush().map_err(|error| self.damaged(&error))?;
-        self.file.sync_data().map_err(|error| io_error("sync", &self.path, error))
+        self.sled(self.db.flush())?;
+        (self.sync)(&self.file).map_err(|error| self.fail(io_error("sync", &self.path, error)))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn fail_syncs(&mut self) {
+        self.sync = |_| Err(std::io::Error::other("a test"));
     }
 }
 
@@ -288,12 +315,23 @@ impl SledKv {
 pub struct SledMaps {
     path: PathBuf,
     cache_capacity_bytes: u64,
+    failed: CancellationToken,
 }
 
 impl SledMaps {
     /// The map at `path`; `_held` is the lock of the folder above.
     pub fn new(_held: &DiskLock, path: PathBuf, cache_capacity_bytes: u64) -> Self {
-        Self { path, cache_capacity_bytes }
+        Self { path, cache_capacity_bytes, failed: CancellationToken::new() }
+    }
+
+    /// Is set when a map that was opened here has failed and does nothing more.
+    pub fn failed(&self) -> CancellationToken {
+        self.failed.clone()
+    }
+
+    fn open(&self) -> Result<Arc<dyn Kv>, KvError> {
+        let kv = open_checked(&self.path, self.cache_capacity_bytes, self.failed.clone())?;
+        Ok(Arc::new(kv))
     }
 }
 
@@ -303,15 +341,7 @@ impl Maps for SledMaps {
             return Ok(None);
         }
         refuse_if_in_use(&self.path)?;
-        match open_checked(&self.path, self.cache_capacity_bytes) {
-            Ok(kv) => Ok(Some(Arc::new(kv))),
-            Err(error @ KvError::Damaged { .. }) => {
-                let moved_to = move_aside(&self.path)?;
-                tracing::error!(path = ?self.path, ?moved_to, %error, "the catalogue's map did not open");
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
+        self.open().map(Some)
     }
 
     fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
@@ -319,7 +349,7 @@ impl Maps for SledMaps {
             let moved_to = move_aside(&self.path)?;
             tracing::warn!(path = ?self.path, ?moved_to, "an older map of the catalogue makes room");
         }
-        Ok(Arc::new(open_checked(&self.path, self.cache_capacity_bytes)?))
+        self.open()
     }
 }
 
@@ -329,6 +359,18 @@ fn io_error(op: &'static str, path: &Path, source: std::io::Error) -> KvError {
 
 fn damaged(path: &Path, why: String) -> KvError {
     KvError::Damaged { path: path.display().to_string(), why }
+}
+
+/// What the system refuses (no space, a failing disk) is no damage: the same folder may open later. sled's own findings are, also where
+/// they come as I/O errors: the system's are of other kinds.
+fn sled_error(op: &'static str, path: &Path, error: sled::Error) -> KvError {
+    use std::io::ErrorKind::{Other, UnexpectedEof};
+    match error {
+        sled::Error::Io(source) if !matches!(source.kind(), Other | UnexpectedEof) => {
+            io_error(op, path, source)
+        }
+        other => damaged(path, other.to_string()),
+    }
 }
 
 #[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait
@@ -349,7 +391,11 @@ fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
 
 /// Opens, reads everything once (what is damaged shows now, when it can still be replaced), and makes the
 /// folder itself durable.
-fn open_checked(path: &Path, cache_capacity_bytes: u64) -> Result<SledKv, KvError> {
+fn open_checked(
+    path: &Path,
+    cache_capacity_bytes: u64,
+    failed: CancellationToken,
+) -> Result<SledKv, KvError> {
     let open = || -> sled::Result<sled::Db> {
         let db = sled::Config::new()
             .path(path)
@@ -362,7 +408,7 @@ fn open_checked(path: &Path, cache_capacity_bytes: u64) -> Result<SledKv, KvErro
     // sled panics on some damage.
     let db = catch_unwind(AssertUnwindSafe(open))
         .map_err(|_| damaged(path, "it panicked while it was opened".to_owned()))?
-        .map_err(|error| damaged(path, error.to_string()))?;
+        .map_err(|error| sled_error("open", path, error))?;
     let file_path = path.join("db");
     let file = open_file(&file_path).map_err(|error| io_error("open", &file_path, error))?;
     let folders = [Some(path), path.parent()].into_iter().flatten();
@@ -371,7 +417,8 @@ fn open_checked(path: &Path, cache_capacity_bytes: u64) -> Result<SledKv, KvErro
             .and_then(|folder| folder.sync_all())
             .map_err(|error| io_error("sync", folder, error))?;
     }
-    let kv = SledKv { path: path.to_owned(), db, file, writing: Mutex::new(()) };
+    let (path, sync) = (path.to_owned(), File::sync_data);
+    let kv = SledKv { path, db, file, sync, writing: Mutex::new(()), failed };
     kv.barrier()?;
     Ok(kv)
 }
@@ -391,7 +438,8 @@ fn move_aside(path: &Path) -> Result<PathBuf, KvError> {
 
 impl Kv for SledKv {
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
-        let value = self.db.get(key).map_err(|error| self.damaged(&error))?;
+        self.refuse_if_failed()?;
+        let value = self.sled(self.db.get(key))?;
         Ok(value.map(|value| value.to_vec()))
     }
 
@@ -408,7 +456,8 @@ impl Kv for SledKv {
             }
         }
         let _one = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.db.apply_batch(changes).map_err(|error| self.damaged(&error))?;
+        self.refuse_if_failed()?;
+        self.sled(self.db.apply_batch(changes))?;
         self.barrier()
     }
 
@@ -418,20 +467,17 @@ impl Kv for SledKv {
         after: Option<&[u8]>,
         limit: usize,
     ) -> Result<Vec<Pair>, KvError> {
+        self.refuse_if_failed()?;
         let range = (scan_start(prefix, after), Bound::Unbounded);
         let mut page = Vec::new();
         for pair in self.db.range::<&[u8], _>(range).take(limit.min(MAX_PAGE)) {
-            let (key, value) = pair.map_err(|error| self.damaged(&error))?;
+            let (key, value) = self.sled(pair)?;
             if !key.starts_with(prefix) {
                 break;
             }
             page.push((key.to_vec(), value.to_vec()));
         }
         Ok(page)
-    }
-
-    fn flush(&self) -> Result<(), KvError> {
-        self.barrier()
     }
 }
 
@@ -467,7 +513,6 @@ mod tests {
         assert!(matches!(long, Err(KvError::TooLong { part: "value", .. })));
         let long = kv.apply(Batch::new().put(vec![0; MAX_KEY_BYTES + 1], ""));
         assert!(matches!(long, Err(KvError::TooLong { part: "key", .. })));
-        kv.flush().unwrap();
     }
 
     #[test]
@@ -511,8 +556,8 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_does_not_open_is_moved_aside() {
-        for damage in ["db", "conf", "whole"] {
+    fn a_damaged_folder_is_moved_aside() {
+        for damage in ["db", "conf"] {
             let folder = tempfile::tempdir().unwrap();
             let (lock, path) = (held(folder.path()), folder.path().join("kv"));
             let (kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
@@ -520,30 +565,79 @@ mod tests {
                 kv.apply(Batch::new().put(at.to_be_bytes(), vec![1; 300])).unwrap();
             }
             drop(kv);
-            if damage == "whole" {
-                std::fs::remove_dir_all(&path).unwrap();
-                std::fs::write(&path, b"not a folder").unwrap();
-            } else {
-                let file = path.join(damage);
-                let mut bytes = std::fs::read(&file).unwrap();
-                for byte in bytes.iter_mut().skip(20) {
-                    *byte ^= 0x5a;
-                }
-                bytes.truncate(bytes.len() - 1);
-                std::fs::write(&file, bytes).unwrap();
+            let file = path.join(damage);
+            let mut bytes = std::fs::read(&file).unwrap();
+            for byte in bytes.iter_mut().skip(20) {
+                *byte ^= 0x5a;
             }
+            bytes.truncate(bytes.len() - 1);
+            std::fs::write(&file, bytes).unwrap();
             let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
             // Damage that sled takes for an empty log opens as an empty map; reconciling fills both.
-            if let Opened::Rebuilt { moved_to, .. } = &opened {
+            if let Opened::Rebuilt { moved_to } = &opened {
                 assert!(moved_to.ends_with("kv.broken-1") && moved_to.exists());
             }
-            assert!(damage != "whole" || matches!(opened, Opened::Rebuilt { .. }));
-            conforms_after_damage(&kv);
+            assert!(damage != "conf" || matches!(opened, Opened::Rebuilt { .. }), "{opened:?}");
+            kv.apply(Batch::new().put("k", "v")).unwrap();
+            assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
         }
     }
 
-    fn conforms_after_damage(kv: &dyn Kv) {
-        kv.apply(Batch::new().put("k", "v")).unwrap();
-        assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
+    #[test]
+    fn what_the_system_refuses_moves_nothing_and_a_damaged_map_of_the_catalogue_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+        let maps = SledMaps::new(&lock, path.clone(), 1 << 20);
+        std::fs::write(&path, b"not a folder").unwrap();
+        for refused in [SledKv::open(&lock, &path, 1 << 20).err(), maps.existing().err()] {
+            assert!(matches!(refused, Some(KvError::Io { .. })), "{refused:?}");
+        }
+        assert_eq!(std::fs::read(&path).unwrap(), b"not a folder");
+        std::fs::remove_file(&path).unwrap();
+        drop(SledKv::open(&lock, &path, 1 << 20).unwrap());
+        std::fs::write(path.join("conf"), vec![0x5a; 40]).unwrap();
+        assert!(matches!(maps.existing().err(), Some(KvError::Damaged { .. })));
+        assert!(path.join("conf").exists());
+        maps.fresh().unwrap().apply(Batch::new().put("k", "v")).unwrap();
+        assert!(folder.path().join("kv.broken-1/conf").exists());
+    }
+
+    #[test]
+    fn errors_of_the_system_are_no_damage() {
+        let system = [28, 5].map(std::io::Error::from_raw_os_error);
+        for error in system.map(sled::Error::Io) {
+            // sled hands out copies of an error that it has kept: without its number.
+            for error in [error.clone(), error] {
+                assert_eq!(sled_error("use", Path::new("kv"), error).kind(), Kind::Io);
+            }
+        }
+        let short = sled::Error::Io(std::io::ErrorKind::UnexpectedEof.into());
+        assert_eq!(sled_error("use", Path::new("kv"), short).kind(), Kind::Corrupt);
+    }
+
+    #[test]
+    fn a_map_that_could_not_sync_does_nothing_until_it_is_opened_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+        let (mut kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        kv.apply(Batch::new().put("k", "old")).unwrap();
+        let failed = kv.failed();
+        kv.fail_syncs();
+        let error = kv.apply(Batch::new().put("k", "new")).unwrap_err();
+        assert!(matches!(error, KvError::Io { op: "sync", .. }) && failed.is_cancelled());
+        kv.sync = File::sync_data;
+        let refused = [
+            kv.get(b"k").err(),
+            kv.scan(b"", None, 1).err(),
+            kv.apply(Batch::new().put("k", "newer")).err(),
+        ];
+        for error in refused {
+            assert!(matches!(error, Some(KvError::Failed { .. })), "{error:?}");
+        }
+        drop(kv);
+        let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        assert_eq!(opened, Opened::Recovered);
+        let now = kv.get(b"k").unwrap().unwrap();
+        assert!(now == b"old" || now == b"new", "{now:?}");
     }
 }

@@ -552,6 +552,10 @@ impl DiskFile for MemoryFile {
         self.disk.begin(&self.path, Effect::Read)?;
         Ok(hold(&self.node.state).seen.len)
     }
+
+    fn number(&self) -> Result<u64, DiskError> {
+        Ok(Arc::as_ptr(&self.node) as u64)
+    }
 }
 
 #[cfg(test)]

@@ -142,15 +142,25 @@ impl Names {
         Ok(removed)
     }
 
-    /// Moves a file below `shards/` to a folder outside and returns when it is durable there, and gone here.
-    pub(super) fn move_out(&self, from: &str, to: &str) -> Result<(), DiskError> {
+    /// Moves a file below `shards/` to a folder outside and returns when it is durable there, and gone here. `false`: nothing was
+    /// moved, because `is_it`, which looks when no name can change, says that another file is there.
+    pub(super) fn move_out<E: From<DiskError>>(
+        &self,
+        from: &str,
+        to: &str,
+        is_it: impl FnOnce() -> Result<bool, E>,
+    ) -> Result<bool, E> {
         let left = {
             let mut made = self.made();
+            if !is_it()? {
+                return Ok(false);
+            }
             self.disk.rename(from, to)?;
             self.remove_empty_dirs(parent(from), &mut made)
         };
         self.disk.sync_dir(parent(to))?;
-        self.sync_or_above(left).map(drop)
+        self.sync_or_above(left)?;
+        Ok(true)
     }
 
     /// Removes `dir` and the folders above it as far as they are empty; gives the first that stays. An error

@@ -6,7 +6,9 @@ use super::StoreError;
 use super::disk::DiskEntry;
 use super::folder::Store;
 use super::names::{QUARANTINE, file_path};
+use super::stored_file::StoredFile;
 use crate::format::file::FileKey;
+use crate::kind::Kind;
 
 /// The end of the name of a note.
 const NOTE: &str = ".why";
@@ -14,25 +16,50 @@ const NOTE: &str = ".why";
 const MAX_NOTE_CHARS: usize = 2000;
 
 impl Store {
-    /// Moves a file out of the way and returns when that is durable, with a note beside it that says why.
-    pub fn quarantine(&self, key: FileKey, why: &str) -> Result<(), StoreError> {
-        self.move_to_quarantine(key, why)?;
-        self.index().count_quarantined();
-        self.index().update(key, None)
+    /// Moves the file that was `judged` (`None`: the one that did not open, because it proves nothing) out of the way and returns when
+    /// that is durable, with a note beside it that says why. `false`: it is gone, perhaps for a good one that has its name now.
+    pub fn quarantine(
+        &self,
+        key: FileKey,
+        judged: Option<&StoredFile>,
+        why: &str,
+    ) -> Result<bool, StoreError> {
+        let moved = self.move_to_quarantine(key, judged, why)?;
+        if moved {
+            self.index().count_quarantined();
+            self.unlist(key);
+        }
+        Ok(moved)
     }
 
     /// As [`quarantine`](Self::quarantine), for who counts and indexes himself.
-    pub(super) fn move_to_quarantine(&self, key: FileKey, why: &str) -> Result<(), StoreError> {
+    pub(super) fn move_to_quarantine(
+        &self,
+        key: FileKey,
+        judged: Option<&StoredFile>,
+        why: &str,
+    ) -> Result<bool, StoreError> {
         let number = self.next_quarantine().fetch_add(1, Ordering::Relaxed);
         let aside = format!("{QUARANTINE}/{number:06}-{}", key.to_string().replace('/', "-"));
-        self.names().move_out(&file_path(key), &aside)?;
+        let is_it = || match (self.open_file(key), judged) {
+            (Ok(there), Some(judged)) => there.is_same_as(judged),
+            (Ok(_), None) => Ok(false),
+            (Err(error), judged) => match error.kind() {
+                Kind::Corrupt => Ok(judged.is_none()),
+                Kind::NotFound => Ok(false),
+                _ => Err(error),
+            },
+        };
+        if !self.names().move_out(&file_path(key), &aside, is_it)? {
+            return Ok(false);
+        }
         tracing::warn!(%key, aside, why, "moved a file to quarantine");
         let note: String = format!("{key}\n{why}\n").chars().take(MAX_NOTE_CHARS).collect();
         if let Err(error) = self.put_record(&format!("{aside}{NOTE}"), note.as_bytes()) {
             // The file is out of the way; that its reason is in the log alone is no failure.
             tracing::warn!(%key, %error, "cannot write the note of a file in quarantine");
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Counts what is in quarantine, and makes sure that no number is used twice.
@@ -42,5 +69,47 @@ impl Store {
         let highest = entries.iter().filter_map(number).max().unwrap_or(0);
         self.next_quarantine().fetch_max(highest.saturating_add(1), Ordering::Relaxed);
         Ok(entries.iter().filter(|entry| !entry.name.ends_with(NOTE)).count() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::id::{ClusterId, ShardId, StripeId};
+    use crate::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+
+    const STRIPE: StripeId = StripeId { shard: ShardId([5; 16]), index: 0 };
+
+    fn write(store: &Store) {
+        let spec = BlockSpec { stripe: STRIPE, block: 1, layout: 1, len_bytes: 3 };
+        let mut writer = store.write_block(spec, None).unwrap();
+        writer.write(b"abc").unwrap();
+        writer.finish(None).unwrap();
+    }
+
+    #[test]
+    fn a_good_file_that_took_the_name_of_the_judged_one_stays() {
+        let disk = MemoryDisk::new(1 << 20);
+        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
+        let (kv, disk) = (Arc::new(MemoryKv::new()), Arc::new(disk));
+        let (store, _) = Store::open(disk.clone(), lock, kv, ClusterId([1; 16]), &name).unwrap();
+        let key = FileKey::replica(STRIPE, 1);
+        assert!(!store.quarantine(key, None, "nothing is there").unwrap());
+        write(&store);
+        let judged = store.open_file(key).unwrap();
+        write(&store);
+        assert!(!store.quarantine(key, Some(&judged), "it was replaced").unwrap());
+        assert!(!store.quarantine(key, None, "it opens").unwrap());
+        assert_eq!(store.find(STRIPE).unwrap(), [store.open_file(key).unwrap().info()]);
+
+        let judged = store.open_file(key).unwrap();
+        assert!(store.quarantine(key, Some(&judged), "it is the one").unwrap());
+        write(&store);
+        disk.truncate(&file_path(key), 7).unwrap();
+        assert!(!store.quarantine(key, Some(&judged), "that one is gone").unwrap());
+        assert!(store.quarantine(key, None, "it does not open").unwrap());
+        assert_eq!((store.totals().quarantined, store.find(STRIPE).unwrap()), (2, vec![]));
     }
 }

@@ -124,6 +124,26 @@ impl Disk for RealDisk {
         Ok(entries)
     }
 
+    fn folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
+        let path = self.dir(path)?;
+        let fail = during("list", &path);
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&path).map_err(&fail)? {
+            let entry = entry.map_err(&fail)?;
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => {
+                    names.push(entry.file_name().to_string_lossy().into_owned());
+                }
+                Ok(_) => {}
+                // Removed since the folder was read, by a file system that has to be asked.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(fail(error)),
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
     fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
         let path = self.dir(path)?;
         File::open(&path).and_then(|dir| dir.sync_all()).map_err(during("sync", &path))
@@ -269,6 +289,11 @@ impl DiskFile for RealFile {
     fn len_bytes(&self) -> Result<u64, DiskError> {
         let meta = self.file.metadata().map_err(during("measure", &self.path))?;
         Ok(meta.len())
+    }
+
+    fn number(&self) -> Result<u64, DiskError> {
+        let meta = self.file.metadata().map_err(during("measure", &self.path))?;
+        Ok(meta.ino())
     }
 }
 

@@ -1,4 +1,4 @@
-//! The index is brought in line with the folders: at every open, and when it is made again.
+//! The index is brought in line with the folders, at every open.
 //!
 //! Names and lengths are compared, no data is read; only files that the index does not have are opened. What
 //! does not prove itself goes to quarantine, what cannot be read now stays, what is not ours is counted.
@@ -33,12 +33,6 @@ pub struct Reconciled {
 }
 
 impl Store {
-    /// Forgets the index and makes it again from the files. Writers wait at their end until it is done.
-    pub fn rebuild_index(&self) -> Result<Reconciled, StoreError> {
-        self.index().retain_stripes(|_| false)?;
-        self.reconcile()
-    }
-
     /// Brings the index in line with the folders.
     pub(super) fn reconcile(&self) -> Result<Reconciled, StoreError> {
         let mut walk = Walk { store: self, report: Reconciled::default(), seen: HashSet::new() };
@@ -58,7 +52,7 @@ impl Store {
 }
 
 /// The stripe's index, if this is the folder of one.
-pub(super) fn stripe_index(entry: &DiskEntry) -> Option<u32> {
+fn stripe_index(entry: &DiskEntry) -> Option<u32> {
     if entry.is_dir { parse_stripe_index(&entry.name) } else { None }
 }
 
@@ -132,8 +126,8 @@ impl Walk<'_> {
                 Ok(Some(file.info()))
             }
             Err(error) if error.kind() == Kind::Corrupt => {
-                self.store.move_to_quarantine(key, &error.to_string())?;
-                self.report.quarantined += 1;
+                let moved = self.store.move_to_quarantine(key, None, &error.to_string())?;
+                self.report.quarantined += u64::from(moved);
                 Ok(None)
             }
             Err(error) => {

@@ -2,7 +2,7 @@
 //! this cluster. Its data is proven grain by grain, as it is read.
 
 use super::StoreError;
-use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
+use super::disk::{AlignedBuffer, Disk, DiskFile};
 use super::index::FileInfo;
 use super::names::file_path;
 use crate::format::FormatError;
@@ -22,8 +22,6 @@ pub struct StoredFile {
     tree: GrainTree,
     file_bytes: u64,
 }
-
-type Read = fn(&dyn DiskFile, &mut [u8], u64) -> Result<(), DiskError>;
 
 impl StoredFile {
     pub(super) fn open(
@@ -68,37 +66,30 @@ impl StoredFile {
         Ok(self.file.read_at(buf, offset)?)
     }
 
-    /// Fills `buf` with whole grains from grain `first` on, as many as fit, and proves each. Gives the bytes
-    /// read; 0 past the end, or when `buf` is shorter than the grain.
-    pub fn read_grains(&self, first: u64, buf: &mut [u8]) -> Result<usize, StoreError> {
-        self.read_proven(first, buf, |file, buf, at| file.read_at(buf, at))
+    /// Whether it is the same file as `other`, and not another one with the same name or bytes.
+    pub(super) fn is_same_as(&self, other: &Self) -> Result<bool, StoreError> {
+        Ok(self.file.number()? == other.file.number()?)
     }
 
-    /// As [`read_grains`](Self::read_grains), from the medium instead of the page cache.
+    /// Fills `buf` with whole grains from grain `first` on, as many as fit, from the medium instead of the page cache, and proves each.
+    /// Gives the bytes read; 0 past the end, or when `buf` is shorter than the grain.
     pub fn read_grains_past_cache(&self, first: u64, buf: &mut [u8]) -> Result<usize, StoreError> {
-        self.read_proven(first, buf, |file, buf, at| file.read_past_cache_at(buf, at))
-    }
-
-    /// Reads any range of the data; every grain that it touches is read whole and proven.
-    pub fn read_verified(&self, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
-        self.check_range(offset, buf.len())?;
-        let mut scratch = Vec::new();
-        let mut done = 0;
-        while done < buf.len() {
-            let at = offset + done as u64;
-            let (grain, skip) = (at / GRAIN_BYTES, (at % GRAIN_BYTES) as usize);
-            let whole = if skip == 0 { self.read_grains(grain, &mut buf[done..])? } else { 0 };
-            if whole > 0 {
-                done += whole;
-                continue;
+        let start = first.saturating_mul(GRAIN_BYTES);
+        let left = self.header.len_bytes.saturating_sub(start);
+        let len = if left <= buf.len() as u64 {
+            left as usize
+        } else {
+            buf.len() - buf.len() % GRAIN_BYTES as usize
+        };
+        let Some(buf) = buf.get_mut(..len).filter(|buf| !buf.is_empty()) else { return Ok(0) };
+        self.file.read_past_cache_at(buf, start)?;
+        for (grain, bytes) in (first..).zip(buf.chunks(GRAIN_BYTES as usize)) {
+            debug_assert_eq!(bytes.len() as u64, grain_len(self.header.len_bytes, grain));
+            if !self.tree.verify_grain(grain, bytes) {
+                return Err(StoreError::Grain { key: self.key, grain });
             }
-            scratch.resize(GRAIN_BYTES as usize, 0);
-            let got = self.read_grains(grain, &mut scratch)?;
-            let wanted = (buf.len() - done).min(got - skip);
-            buf[done..done + wanted].copy_from_slice(&scratch[skip..skip + wanted]);
-            done += wanted;
         }
-        Ok(())
+        Ok(len)
     }
 
     /// Reads all of it from the medium and gives the grains that are damaged or cannot be read. Holds one
@@ -129,25 +120,6 @@ impl StoredFile {
             return Ok(());
         }
         Err(StoreError::Misuse { key: self.key, why: "the range ends behind the data" })
-    }
-
-    fn read_proven(&self, first: u64, buf: &mut [u8], read: Read) -> Result<usize, StoreError> {
-        let start = first.saturating_mul(GRAIN_BYTES);
-        let left = self.header.len_bytes.saturating_sub(start);
-        let len = if left <= buf.len() as u64 {
-            left as usize
-        } else {
-            buf.len() - buf.len() % GRAIN_BYTES as usize
-        };
-        let Some(buf) = buf.get_mut(..len).filter(|buf| !buf.is_empty()) else { return Ok(0) };
-        read(self.file.as_ref(), buf, start)?;
-        for (grain, bytes) in (first..).zip(buf.chunks(GRAIN_BYTES as usize)) {
-            debug_assert_eq!(bytes.len() as u64, grain_len(self.header.len_bytes, grain));
-            if !self.tree.verify_grain(grain, bytes) {
-                return Err(StoreError::Grain { key: self.key, grain });
-            }
-        }
-        Ok(len)
     }
 }
 

@@ -125,7 +125,8 @@ impl Temporary {
         };
         match take() {
             Err(error) if error.kind() == Kind::Corrupt => {
-                store.quarantine(key, &error.to_string())?;
+                // Whether it moved or somebody came first: now the name is free, or has a file that opens.
+                store.quarantine(key, None, &error.to_string())?;
                 take()
             }
             done => done,

@@ -39,7 +39,7 @@ calls! {
         /// Who asks, if it is a node: it may be known to nobody else when the catalogue is lost.
         me: Option<Node>,
     } -> HelloAnswer;
-    /// Opens a save (semantics 3.1).
+    /// Opens a save (semantics 3.1). Again, with the same `save`: the same answer.
     2 Anyone Begin {
         /// The job.
         job: Job,
@@ -47,6 +47,10 @@ calls! {
         step: Step,
         /// Whether a committed step may be replaced.
         replace: bool,
+        /// The save's id, drawn by the client: a repeat of a call whose answer was lost opens no second save.
+        save: SaveId,
+        /// Nodes to do without, if a configured code fits without them.
+        avoid: Vec<NodeId>,
     } -> BeginAnswer;
     /// Keeps a lease alive.
     3 Anyone Keep {

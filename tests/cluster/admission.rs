@@ -5,13 +5,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use rapidraid::format::records::{Leaves, MAX_RING, Record, StripeRecord};
-use rapidraid::id::{NodeId, Step};
+use rapidraid::id::{NodeId, Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::node::Node;
 use rapidraid::store::Scope;
 use rapidraid::wire::calls::{
-    ArchiveOptions, GetRecord, PlanChoice, PutBlock, PutRecord, RecordName,
+    ArchiveOptions, GetRecord, Inspect, PlanChoice, PutBlock, PutRecord, Read, ReadAnswer,
+    RecordName,
 };
 use tokio::time::Instant;
 
@@ -129,4 +130,56 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     let refused = voice.ask(&to, &put(RecordName::Leaves, other)).await.unwrap_err();
     assert_eq!(refused.kind(), Kind::Exists, "{refused}");
     assert_eq!(voice.ask(&to, &get(RecordName::Leaves)).await.unwrap(), Some(bytes));
+}
+
+/// A peer that reads a file of each node, so slowly that it takes all their memory for reads for `held`.
+async fn read_slowly(world: &World, step: u64, held: Duration) {
+    let voice = world.voice(Role::Client, &format!("slow{step}"));
+    let root = &world.client().show(&job(), Some(Step(step))).await.unwrap().shards[0].0.clone();
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    let mut open = Vec::new();
+    for index in 1..=4 {
+        let to = world.node_address(index);
+        let view = voice.ask(&to, &Inspect { stripe }).await.unwrap().remove(0);
+        let len_bytes = view.len_bytes;
+        let call = Read { stripe, file: view.file, from: 0, len_bytes, hashes: false };
+        let mut exchange = voice.open(&to, &call).await;
+        exchange.finish().await.unwrap();
+        exchange.answer::<ReadAnswer>().await.unwrap();
+        assert_ne!(world.nodes[&index].memory_in_use()[2], 0);
+        open.push(exchange);
+    }
+    tokio::spawn(async move {
+        let until = Instant::now() + held;
+        while Instant::now() < until {
+            // Less than what makes a node give up a reader that stands.
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            for exchange in &mut open {
+                exchange.recv.read_exact(256 << 10).await.unwrap();
+            }
+        }
+        drop(voice);
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restore_waits_for_nodes_that_are_busy_and_loses_nothing() {
+    let held = Duration::from_secs(100);
+    let world = World::with_memory(4, &[(4, 2)], 4 << 20, TIGHT_BYTES).await;
+    let client = world.client();
+    let bytes = content(8 << 20, 1);
+    for step in [1, 2] {
+        save(&client, step, &[("weights", &bytes)]).await;
+    }
+    client.archive(&job(), Some(Step(2)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    for step in [1, 2] {
+        read_slowly(&world, step, held).await;
+        let began = Instant::now();
+        let (out, report) = restore(&client, step).await.unwrap();
+        assert!(read_file(&*out, "weights") == bytes);
+        assert_eq!(report.incidents, Vec::<String>::new(), "busy is no incident");
+        let took = began.elapsed();
+        assert!(took >= held && took < held + Duration::from_secs(20), "step {step}: {took:?}");
+        world.assert_idle().await;
+    }
 }

@@ -1,13 +1,13 @@
 //! Removing steps: invisible at once, swept everywhere, also where a node was away.
 
 use bytes::Bytes;
-use rapidraid::format::records::{LAYOUT_STANDARD, Record, RemoveReason, Tombstone};
-use rapidraid::id::{Epoch, Generation, NodeId, SaveId, ShardId, Step, StripeId};
+use rapidraid::format::records::{LAYOUT_STANDARD, Node, Record, RemoveReason, Tombstone};
+use rapidraid::id::{Epoch, Generation, NodeId, PeerName, SaveId, ShardId, Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::store::BlockSpec;
 use rapidraid::wire::NodeAddress;
-use rapidraid::wire::calls::{Commit, Fetch, PlanChoice, PutTombstone, Seal, Sweep};
+use rapidraid::wire::calls::{Commit, Fetch, PlanChoice, PutTombstone, Register, Seal, Sweep};
 
 use crate::world::raw::{Voice, block_call, empty_root, finish_block, trailer};
 use crate::world::{
@@ -99,12 +99,18 @@ async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
 async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
     let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
     let client = world.client_of(0);
-    // Decided with a ring of strangers: its marks find no node.
-    let voice = world.voice(Role::Client, "odd");
+    // Decided with a ring of nodes that are registered and away: its marks find no node.
+    let (voice, nodes) = (world.voice(Role::Client, "odd"), world.voice(Role::Node, "odd-node"));
     let gateway = world.node_address(1);
     let begun = voice.begin(&gateway, 1).await.unwrap();
     let mut root = empty_root(&begun, 1, "weights");
-    root.ring.iter_mut().for_each(|member| member.node = NodeId(member.node.0 ^ 1));
+    for (number, member) in root.ring.iter_mut().enumerate() {
+        let name: PeerName = format!("away{number}").parse().unwrap();
+        member.node = NodeId::of(&name);
+        let (address, zone, rack) = (format!("{name}:7440"), String::new(), String::new());
+        let node = Node { name, address, zone, rack, storage: false };
+        nodes.ask(&world.node_address(0), &Register { node }).await.unwrap();
+    }
     voice.ask(&gateway, &Seal { root }).await.unwrap();
     let commit = Commit { job: job(), step: Step(1), save: begun.save, shards: 1 };
     assert_eq!(voice.ask(&gateway, &commit).await.unwrap_err().kind(), Kind::Unavailable);

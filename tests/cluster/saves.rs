@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rapidraid::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
-use rapidraid::id::Step;
+use rapidraid::id::{NodeId, SaveId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::pipeline::save::Source;
+use rapidraid::store::Disk;
 use rapidraid::wire::calls::{Abort, Commit, Keep, PutRecord, RecordName, Seal};
 use tokio::sync::Notify;
 
@@ -231,6 +232,23 @@ async fn a_holder_that_dies_in_mid_save_is_replaced_by_a_spare() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_falls_silent_costs_no_lease() {
+    let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
+    // Only one of the seeds answers at first: it is the gateway.
+    world.kill(4).await;
+    let client = world.client_of_all(&[4, 3]);
+    let bytes = content(900_000, 1);
+    let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
+    world.boot(4);
+    let _silent = world.silence(3).await;
+    let began = tokio::time::Instant::now();
+    gate.open();
+    saving.await.unwrap().unwrap();
+    assert!(began.elapsed() > world.lease, "the save waited for node 3 as a holder");
+    assert_restores_without_incident_of_others(&world.client_of(0), &bytes).await;
+}
+
 /// The dead node is an incident of its own.
 async fn assert_restores_without_incident_of_others(client: &Client, bytes: &Bytes) {
     let (out, report) = restore(client, 1).await.unwrap();
@@ -254,6 +272,96 @@ async fn without_a_spare_the_save_begins_anew_with_a_smaller_code() {
     world.assert_swept(&client).await;
     world.assert_invariant(&client, 1).await;
     world.assert_idle().await;
+}
+
+/// Puts the disk of a machine over the high-water mark of its node; records still have room.
+fn fill_disk(world: &World, index: usize) {
+    let disk = &world.machines[index].disk;
+    let used = disk.space().unwrap();
+    let used_bytes = used.total_bytes - used.free_bytes;
+    disk.create_new("full").unwrap().write_at(&[1; 9 << 20], 0).unwrap();
+    disk.set_capacity(used_bytes + (10 << 20));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_is_replaced_at_once() {
+    let world = World::start(6, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    fill_disk(&world, 2);
+    let began = tokio::time::Instant::now();
+    let bytes = content(2_000_000, 1);
+    save(&client, 1, &[("a", &bytes), ("b", &bytes)]).await;
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert_eq!(
+        world.files(|path| path.ends_with(".rep")).iter().find(|(node, _)| *node == 2),
+        None
+    );
+    world.assert_invariant(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_without_a_spare_does_not_count_for_the_code() {
+    let world = World::start(6, &[(6, 4), (4, 2)], 64 << 10).await;
+    let client = world.client();
+    fill_disk(&world, 2);
+    let bytes = content(900_000, 1);
+    let saved = save_once(&client, 1, &bytes, KEEP).await.unwrap();
+    assert_eq!((saved.n, saved.k), (4, 2));
+    assert_restores(&client, 1, &bytes).await;
+    world.assert_swept(&client).await;
+    // When no configured code does without it, it is tried all the same.
+    for index in [3, 4] {
+        fill_disk(&world, index);
+    }
+    let error = save_once(&client, 2, &bytes, KEEP).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert!(error.to_string().contains("high-water mark"), "{error}");
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_begin_that_comes_twice_opens_one_save() {
+    let mut world = World::start(5, &[(4, 2)], 64 << 10).await;
+    let (voice, client) = (world.voice(Role::Client, "twice"), world.client());
+    let gateways = [1, 2, 3].map(|index| world.node_address(index));
+    let save = SaveId([9; 12]);
+    let begin = async |gateway: usize, save, replace| {
+        voice.begin_as(&gateways[gateway], 1, save, replace).await
+    };
+    let (first, second) = tokio::join!(begin(0, save, false), begin(1, save, false));
+    let (first, second) = (first.unwrap(), second.unwrap());
+    assert_eq!((first.lease, first.generation), (second.lease, second.generation));
+    let other = begin(2, SaveId([8; 12]), true).await.unwrap_err();
+    assert_eq!(other.kind(), Kind::Exists, "{other}");
+    // One that was under way for long: its save is over, and so is one that somebody has committed.
+    world.kill(5).await;
+    let abort = Abort { job: job(), step: Step(1), save };
+    voice.ask(&gateways[0], &abort).await.unwrap();
+    let late = begin(1, save, false).await.unwrap_err();
+    assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    world.boot(5);
+    world.assert_swept(&client).await;
+    let saved = save_once(&client, 1, &content(300_000, 1), KEEP).await.unwrap();
+    let late = begin(1, saved.save, true).await.unwrap_err();
+    assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    assert_restores(&client, 1, &content(300_000, 1)).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ring_with_a_node_that_nobody_knows_is_not_sealed() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, gateway) = (world.voice(Role::Client, "sealer"), world.node_address(1));
+    let begun = voice.begin(&gateway, 1).await.unwrap();
+    let root = empty_root(&begun, 1, "weights");
+    let mut unknown = root.clone();
+    unknown.ring[1].node = NodeId(77);
+    let error = voice.ask(&gateway, &Seal { root: unknown }).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert!(error.to_string().contains("is not registered"), "{error}");
+    assert_eq!(world.catalogue_keys("s/"), Vec::<String>::new());
+    voice.ask(&gateway, &Seal { root }).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

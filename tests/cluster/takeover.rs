@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use rapidraid::client::{Client, RestoreRequest};
-use rapidraid::id::Step;
+use rapidraid::format::file::FileKey;
+use rapidraid::id::{Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::store::disk::{DiskEntry, DiskLock, Space};
 use rapidraid::store::{Disk, DiskError, DiskFile, MemoryDisk};
@@ -41,16 +42,25 @@ async fn assert_exact(client: &Client, seed: u64) {
     assert!(read_file(&*out, "weights") == content(LEN, seed));
 }
 
-/// Waits until all stripes are archived and nobody is at them; every state on the way holds.
+/// Waits until all stripes are archived; every state on the way holds.
 async fn until_archived(world: &World, client: &Client) {
     for _ in 0..600 {
         let held = world.assert_invariant(client, 1).await;
-        if held.archived == STRIPES && world.catalogue_keys("a/").is_empty() {
+        if held.archived == STRIPES {
             return;
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     panic!("nobody went on");
+}
+
+/// Waits until the replicas are dropped everywhere and the archiving has ended, though nobody asks for it.
+async fn until_dropped(world: &World) {
+    let dropped = || {
+        world.files(|path| path.ends_with(".rep")).is_empty()
+            && world.catalogue_keys("a/").is_empty()
+    };
+    world.until("the drops", dropped).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -89,6 +99,7 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
 
         world.boot(coordinator);
         world.until_live(6).await;
+        until_dropped(&world).await;
         let report = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
         assert_eq!((report.stripes, report.undropped), (STRIPES as u64, 0));
         let held = world.assert_invariant(&client, 1).await;
@@ -120,12 +131,75 @@ async fn a_node_that_dies_in_mid_archiving_costs_nothing() {
         assert_exact(&client, point).await;
         world.boot(victim);
         world.until_live(6).await;
+        until_dropped(&world).await;
         let report = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
         assert_eq!((report.stripes, report.undropped), (STRIPES as u64, 0));
         let held = world.assert_invariant(&client, 1).await;
         assert_eq!((held.archived, held.replicas), (STRIPES, 0));
         world.assert_idle().await;
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_seen() {
+    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let victim = 2;
+    world.kill(victim).await;
+    let report = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+    assert_eq!(report.stripes, STRIPES as u64);
+    assert!(report.undropped > 0);
+    let of_victim = |world: &World, end: &str| {
+        world.files(|path| path.ends_with(end)).iter().filter(|(node, _)| *node == victim).count()
+    };
+    let replicas = of_victim(&world, ".rep");
+    assert!(replicas > 0);
+    // An earlier owner's run left a piece there that the receipt ascribes to another node.
+    let pieces = world.files(|path| path.contains("/00000000/piece-"));
+    let disks = [pieces[0].0, victim].map(|index| world.machines[index].disk.clone());
+    let bytes = read_file(&*disks[0], &pieces[0].1);
+    disks[1].create_new(&pieces[0].1).unwrap().write_at(&bytes, 0).unwrap();
+
+    // One other node is left: its pieces are not enough to do without any replica.
+    for index in [1, 3, 4] {
+        world.kill(index).await;
+    }
+    world.boot(victim);
+    tokio::time::sleep(10 * world.lease).await;
+    assert_eq!(of_victim(&world, ".rep"), replicas);
+    for index in [1, 3, 4] {
+        world.boot(index);
+    }
+    until_dropped(&world).await;
+    let stray = of_victim(&world, ".pc");
+    assert_eq!(stray, 0, "a piece that no receipt names stays");
+    let held = world.assert_invariant(&client, 1).await;
+    assert_eq!((held.archived, held.pieces, held.replicas), (STRIPES, 4 * STRIPES, 0));
+    assert_exact(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_both_of_whose_nodes_are_away_waits_for_them() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let holders = world.files(|path| path.ends_with("/00000000/block-00.rep"));
+    assert_eq!(holders.len(), 2);
+    for (index, _) in &holders {
+        world.kill(*index).await;
+    }
+    let error = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    world.assert_invariant(&client, 1).await;
+    for (index, _) in &holders {
+        world.boot(*index);
+    }
+    until_archived(&world, &client).await;
+    until_dropped(&world).await;
+    assert_exact(&client, 1).await;
+    world.assert_idle().await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -189,20 +263,39 @@ async fn the_watcher_may_go() {
     world.assert_idle().await;
 }
 
-/// A destination at whose first file something happens to the cluster: after the restore was planned, before it reads.
+/// When something happens to the cluster in the course of a restore.
+#[derive(Clone, Copy, PartialEq)]
+enum Moment {
+    /// Before it asks the nodes what they have.
+    BeforePlan,
+    /// After it was planned, before it reads.
+    AfterPlan,
+}
+
+/// A destination at which it happens: looked at before the plan, written to after it.
 struct Hooked<F> {
     inner: MemoryDisk,
+    moment: Moment,
     hook: std::sync::Mutex<Option<F>>,
+}
+
+impl<F: FnOnce() + Send + 'static> Hooked<F> {
+    fn at(&self, moment: Moment) {
+        if moment == self.moment
+            && let Some(hook) = self.hook.lock().unwrap().take()
+        {
+            hook();
+        }
+    }
 }
 
 impl<F: FnOnce() + Send + 'static> Disk for Hooked<F> {
     fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
-        if let Some(hook) = self.hook.lock().unwrap().take() {
-            hook();
-        }
+        self.at(Moment::AfterPlan);
         self.inner.create_new(path)
     }
     fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        self.at(Moment::BeforePlan);
         self.inner.open(path)
     }
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
@@ -234,9 +327,10 @@ impl<F: FnOnce() + Send + 'static> Disk for Hooked<F> {
     }
 }
 
-/// Restores step 1 while `hook` happens between the plan and the first byte.
+/// Restores step 1 while `hook` happens at `moment`.
 async fn restore_across<F>(
     client: &Client,
+    moment: Moment,
     hook: F,
 ) -> Result<MemoryDisk, rapidraid::client::ClientError>
 where
@@ -245,7 +339,7 @@ where
     let inner = MemoryDisk::new(64 << 20);
     let runtime = tokio::runtime::Handle::current();
     let hook = move || tokio::task::block_in_place(|| runtime.block_on(hook));
-    let out = Hooked { inner: inner.clone(), hook: std::sync::Mutex::new(Some(hook)) };
+    let out = Hooked { inner: inner.clone(), moment, hook: std::sync::Mutex::new(Some(hook)) };
     let request =
         RestoreRequest { out: std::sync::Arc::new(out), force: false, shard: None, range: None };
     client.restore(&job(), Some(Step(1)), request, quiet()).await?;
@@ -262,14 +356,61 @@ async fn a_restore_goes_on_when_the_step_is_archived_under_it() {
         let report = archiver.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
         assert_eq!(report.undropped, 0);
     };
-    let out = restore_across(&client, archive).await.unwrap();
+    let out = restore_across(&client, Moment::AfterPlan, archive).await.unwrap();
+    assert!(read_file(&out, "weights") == content(LEN, 4));
+    world.assert_idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restore_goes_on_when_replicas_are_dropped_under_it() {
+    let mut world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 4))]).await;
+    // The step is archived, and its replicas are still there.
+    let replicas = world.files(|path| path.ends_with(".rep"));
+    let bytes: Vec<_> = replicas
+        .iter()
+        .map(|(index, path)| read_file(&*world.machines[*index].disk, path))
+        .collect();
+    client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+    for ((index, path), bytes) in replicas.iter().zip(bytes) {
+        let file = world.machines[*index].disk.create_new(path).unwrap();
+        file.write_at(&bytes, 0).unwrap();
+    }
+    for index in 1..=4 {
+        world.kill(index).await;
+        world.boot(index);
+    }
+    world.until_live(4).await;
+    let shown = client.show(&job(), None).await.unwrap();
+    let shard = shown.shards[0].0.shard;
+    let nodes: Vec<_> = world.nodes.values().cloned().collect();
+    let drop = async move {
+        let mut dropped = 0;
+        for node in nodes {
+            for index in 0..STRIPES as u32 {
+                let stripe = StripeId { shard, index };
+                for block in 0..2 {
+                    let key = FileKey::replica(stripe, block);
+                    dropped += usize::from(node.store().remove(key).unwrap());
+                }
+            }
+        }
+        assert_eq!(dropped, replicas.len());
+    };
+    let out = restore_across(&client, Moment::AfterPlan, drop).await.unwrap();
     assert!(read_file(&out, "weights") == content(LEN, 4));
     world.assert_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restore_says_so_when_the_step_is_removed_under_it() {
-    for archived in [false, true] {
+    for (archived, moment) in [
+        (false, Moment::AfterPlan),
+        (true, Moment::AfterPlan),
+        (false, Moment::BeforePlan),
+        (true, Moment::BeforePlan),
+    ] {
         let world = World::start(4, &[(4, 2)], BLOCK).await;
         let client = world.client();
         save(&client, 1, &[("weights", &content(LEN, 5))]).await;
@@ -278,7 +419,7 @@ async fn a_restore_says_so_when_the_step_is_removed_under_it() {
         }
         let remover = world.client();
         let remove = async move { drop(remover.remove(&job(), Step(1)).await.unwrap()) };
-        let error = restore_across(&client, remove).await.map(drop).unwrap_err();
+        let error = restore_across(&client, moment, remove).await.map(drop).unwrap_err();
         assert_eq!(error.kind(), Kind::NotFound, "{error}");
         assert!(error.to_string().contains("removed or replaced meanwhile"), "{error}");
         world.assert_idle().await;

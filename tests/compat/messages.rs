@@ -174,7 +174,10 @@ fn for_clients(calls: &mut Calls) {
     calls
         .both(Hello { me: None }, hello)
         .request(", node", Hello { me: Some(node("node-1")) })
-        .both(Begin { job: job.clone(), step, replace: true }, begun)
+        .both(
+            Begin { job: job.clone(), step, replace: true, save: SAVE, avoid: vec![NodeId(300)] },
+            begun,
+        )
         .both(Rebuild { accept_loss: true }, rebuilt())
         .both(Keep { lease: LEASE }, ())
         .both(Seal { root: root() }, ())

@@ -79,7 +79,7 @@ impl World {
     }
 
     /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
-    fn map(&self) -> Arc<MemoryKv> {
+    pub fn map(&self) -> Arc<MemoryKv> {
         let serves = |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves());
         let home = (0..self.machines.len()).find(serves).unwrap_or(0);
         self.machines[home].catalogue.get().unwrap()

@@ -22,7 +22,7 @@ use rapidraid::clock::Clock;
 use rapidraid::config::{Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
-use rapidraid::net::memory::MemoryNetwork;
+use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
 use rapidraid::pipeline::workers::Workers;
@@ -41,32 +41,6 @@ pub struct Machine {
     index: Arc<MemoryKv>,
     pub catalogue: Arc<MapSlot>,
     pub power: Arc<Power>,
-}
-
-/// Tokio's time, and one date for all runs.
-struct WorldClock {
-    start: tokio::time::Instant,
-}
-
-impl WorldClock {
-    fn start() -> Arc<Self> {
-        Arc::new(Self { start: tokio::time::Instant::now() })
-    }
-}
-
-#[async_trait::async_trait]
-impl Clock for WorldClock {
-    fn now(&self) -> Duration {
-        self.start.elapsed()
-    }
-
-    async fn sleep(&self, duration: Duration) {
-        tokio::time::sleep(duration).await;
-    }
-
-    fn wall_seconds(&self) -> u64 {
-        1_800_000_000
-    }
 }
 
 /// Where a machine keeps its catalogue's map.
@@ -102,9 +76,35 @@ impl Maps for SlotMaps {
     }
 
     fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
-        let kv = Arc::new(MemoryKv::new());
-        self.slot.set(Some(kv.clone()));
-        Ok(self.powered(kv))
+        let map = Arc::new(MemoryKv::new());
+        self.slot.set(Some(map.clone()));
+        Ok(self.powered(map))
+    }
+}
+
+/// Tokio's time, and one date for all runs.
+struct WorldClock {
+    start: tokio::time::Instant,
+}
+
+impl WorldClock {
+    fn start() -> Arc<Self> {
+        Arc::new(Self { start: tokio::time::Instant::now() })
+    }
+}
+
+#[async_trait::async_trait]
+impl Clock for WorldClock {
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
+    }
+
+    fn wall_seconds(&self) -> u64 {
+        1_800_000_000
     }
 }
 
@@ -116,13 +116,13 @@ pub struct World {
     pub memory_bytes: u64,
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
+    pub policy: Policy,
     pub workers: Workers,
     /// Of all that is random.
     pub seed: u64,
     lag_ms: Arc<AtomicU64>,
-    pub policy: Policy,
+    boots: u64,
     clients: std::cell::Cell<u32>,
-    boots: BTreeMap<usize, u64>,
 }
 
 pub fn address(index: usize) -> String {
@@ -179,12 +179,12 @@ impl World {
             memory_bytes,
             codes: codes.to_vec(),
             lease: Duration::from_secs(10),
+            policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             workers: Workers::new(4),
             seed: 0,
             lag_ms: Arc::default(),
-            policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
+            boots: 0,
             clients: std::cell::Cell::new(0),
-            boots: BTreeMap::new(),
         }
     }
 
@@ -202,15 +202,17 @@ impl World {
 
     /// The same where it may fail: the power may go while it boots.
     pub fn try_boot(&mut self, index: usize) -> Result<(), Box<dyn std::error::Error>> {
-        let boots = *self.boots.entry(index).and_modify(|boots| *boots += 1).or_default();
         let machine = self.machines[index].clone();
         let power = machine.power.clone();
         power.turn(true);
-        let index_kv = Arc::new(PoweredKv { map: machine.index.clone(), power: power.clone() });
+        let kv = |map: Arc<MemoryKv>| -> Arc<dyn Kv> {
+            Arc::new(PoweredKv { map, power: power.clone() })
+        };
         let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power.clone());
         machine.disk.set_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
-        let (store, _) = Store::open(disk, lock, index_kv, CLUSTER, &machine.name)?;
+        let (store, _) = Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name)?;
+        self.boots += 1;
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
             cluster: CLUSTER,
@@ -230,13 +232,11 @@ impl World {
         };
         let parts = NodeParts {
             store,
-            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power: power.clone() }),
+            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power }),
             transport: Arc::new(self.network.join(peer, &address(index))),
             clock: WorldClock::start(),
             // No boot repeats the numbers of another.
-            entropy: Arc::new(SeededEntropy::new(
-                self.seed << 32 | boots << 8 | (index as u64 + 1),
-            )),
+            entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
             workers: self.workers.clone(),
             segmentation_offload: false,
         };
@@ -250,6 +250,14 @@ impl World {
         if let Some(node) = self.nodes.remove(&index) {
             node.stop().await;
         }
+    }
+
+    /// Kills the process of machine `index` and leaves its address to one that takes connections and never answers, until
+    /// what is given is dropped.
+    pub async fn silence(&mut self, index: usize) -> MemoryTransport {
+        self.kill(index).await;
+        let name = self.machines[index].name.clone();
+        self.network.join(Peer { role: Role::Node, name }, &address(index))
     }
 
     /// Cuts the power of machine `index`: its process is gone in the same moment.
@@ -292,6 +300,11 @@ impl World {
     /// A client, and the number in its address `clientN:0`.
     pub fn numbered_client(&self) -> (Client, u32) {
         self.connect((0..3).map(address).collect())
+    }
+
+    /// A client with these nodes as its seeds.
+    pub fn client_of_all(&self, seeds: &[usize]) -> Client {
+        self.connect(seeds.iter().map(|&index| address(index)).collect()).0
     }
 
     /// A client, and the number in its address, that asks these nodes.

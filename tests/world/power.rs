@@ -123,8 +123,4 @@ impl Kv for PoweredKv {
     ) -> Result<Vec<Pair>, KvError> {
         self.pass(false)?.scan(prefix, after, limit)
     }
-
-    fn flush(&self) -> Result<(), KvError> {
-        self.pass(false)?.flush()
-    }
 }

@@ -1,6 +1,7 @@
 //! Speaking to nodes without the client: single calls as any peer, and frames that are no calls.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,7 +9,7 @@ use rapidraid::clock::SystemClock;
 use rapidraid::format::records::{FIELD_GF8, LAYOUT_STANDARD, ShardRoot, stripes_root};
 use rapidraid::format::tree::{GrainTree, grain_hash};
 use rapidraid::gf::FingerprintKey;
-use rapidraid::id::{ShardId, Step, StripeId};
+use rapidraid::id::{SaveId, ShardId, Step, StripeId};
 use rapidraid::net::call::{CallError, Caller, Exchange, address};
 use rapidraid::net::frame::{FramedRecv, write_frame};
 use rapidraid::net::pool::Pool;
@@ -27,6 +28,8 @@ pub const KEY: [u8; 32] = [5; 32];
 /// A peer that makes single calls.
 pub struct Voice {
     caller: Arc<Caller>,
+    name: String,
+    begun: AtomicU32,
 }
 
 impl World {
@@ -35,7 +38,8 @@ impl World {
         let transport = Arc::new(self.network.join(peer, &format!("{name}:1")));
         let clock = SystemClock::new();
         let pool = Pool::new(transport, clock.clone());
-        Voice { caller: Caller::new(pool, clock, Duration::from_secs(60)) }
+        let caller = Caller::new(pool, clock, Duration::from_secs(60));
+        Voice { caller, name: name.to_owned(), begun: AtomicU32::new(0) }
     }
 
     pub fn node_address(&self, index: usize) -> NodeAddress {
@@ -68,7 +72,20 @@ impl Voice {
     }
 
     pub async fn begin(&self, to: &NodeAddress, step: u64) -> Result<BeginAnswer, CallError> {
-        self.ask(to, &Begin { job: job(), step: Step(step), replace: false }).await
+        let number = self.begun.fetch_add(1, Ordering::Relaxed);
+        let id = blake3::hash(format!("{} {number}", self.name).as_bytes());
+        self.begin_as(to, step, SaveId(id.as_bytes()[..12].try_into().unwrap()), false).await
+    }
+
+    pub async fn begin_as(
+        &self,
+        to: &NodeAddress,
+        step: u64,
+        save: SaveId,
+        replace: bool,
+    ) -> Result<BeginAnswer, CallError> {
+        let begin = Begin { job: job(), step: Step(step), replace, save, avoid: Vec::new() };
+        self.ask(to, &begin).await
     }
 
     pub async fn open<C: Call>(&self, to: &NodeAddress, call: &C) -> Exchange {

@@ -15,7 +15,7 @@ use super::{World, job, options, restore};
 impl World {
     /// What the catalogue has that somebody still has to finish.
     pub fn unfinished(&self) -> Vec<String> {
-        let kv = self.machines[0].catalogue.get().unwrap();
+        let kv = self.map();
         let mut left = self.catalogue_keys("a/");
         for (key, value) in kv.scan(b"k/c/", None, 1000).unwrap() {
             let checkpoint = Checkpoint::parse(&value[8..]).unwrap();
@@ -90,6 +90,7 @@ impl World {
     /// A step of one shard, saved with everybody there.
     pub async fn assert_saves(&self, client: &Client, ledger: &mut Ledger, step: u64) {
         let shards = vec![("last".to_owned(), super::content(1000, step))];
+        self.until_live(self.machines.len() - 1).await;
         let version = ledger.save(step, shards.clone());
         let named: Vec<_> = shards.iter().map(|(name, bytes)| super::shard(name, bytes)).collect();
         let saved =

@@ -24,6 +24,8 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["test"] => recipe::test(),
+        ["mutants"] => mutants::run(None),
+        ["mutants", part] => mutants::run(Some(part)),
         ["soak", rest @ ..] => match soak::parse(rest) {
             Ok(what) => soak::soak(&what),
             Err(why) => {
@@ -31,8 +33,6 @@ fn main() -> ExitCode {
                 ExitCode::from(2)
             }
         },
-        ["mutants"] => mutants::run(None),
-        ["mutants", part] => mutants::run(Some(part)),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS

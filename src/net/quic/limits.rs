@@ -44,10 +44,11 @@ pub struct TransportLimits {
     pub max_uni_streams: u32,
     /// Connections at once, in both directions; one more that comes in is refused. Memory: each may hold both of its windows. Default 1024.
     pub max_connections: u32,
-    /// A connection that hears nothing for so long is lost. Default 10 s.
+    /// A connection that hears nothing for so long is lost. Default 4 s: whoever keeps a lease over it must find another
+    /// daemon while the lease lives.
     pub idle_timeout: Duration,
     /// How often a quiet connection is probed, so that only a dead one is idle. At most half of
-    /// `idle_timeout`. Default 3 s.
+    /// `idle_timeout`. Default 1 s.
     pub keep_alive: Duration,
 }
 
@@ -61,8 +62,8 @@ impl Default for TransportLimits {
             max_bi_streams: 256,
             max_uni_streams: 64,
             max_connections: 1024,
-            idle_timeout: Duration::from_secs(10),
-            keep_alive: Duration::from_secs(3),
+            idle_timeout: Duration::from_secs(4),
+            keep_alive: Duration::from_secs(1),
         }
     }
 }
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(field(|l| l.client_window_bytes = 1), "client_window_bytes");
         assert_eq!(field(|l| l.send_window_bytes = 0), "send_window_bytes");
         assert_eq!(field(|l| l.max_connections = 0), "max_connections");
-        assert_eq!(field(|l| l.keep_alive = Duration::from_secs(6)), "keep_alive");
+        assert_eq!(field(|l| l.keep_alive = Duration::from_secs(3)), "keep_alive");
         let forever = |l: &mut TransportLimits| l.idle_timeout = Duration::MAX;
         assert_eq!(field(forever), "idle_timeout");
     }

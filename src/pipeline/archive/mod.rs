@@ -6,8 +6,6 @@
 
 mod orders;
 mod replicas;
-
-pub(super) use replicas::blocks_at;
 mod shard;
 mod stripe;
 
@@ -115,6 +113,24 @@ pub enum ArchiveError {
         /// The block, from 1.
         block: u32,
     },
+    /// A block has no good replica on the nodes that answer, but others do not.
+    #[error(
+        "stripe {stripe}: no good replica of block {block} is on a node that answers, and {silent} do not; it waits until they are back"
+    )]
+    Away {
+        /// The stripe.
+        stripe: StripeId,
+        /// The block, from 1.
+        block: u32,
+        /// Who does not answer.
+        silent: String,
+    },
+    /// A node has no address.
+    #[error("node {node} is not registered: start its daemon")]
+    Unregistered {
+        /// The node.
+        node: NodeId,
+    },
     /// A plan is wrong: a defect.
     #[error("stripe {stripe}: the plan fails its check: {source}")]
     Plan {
@@ -148,7 +164,11 @@ impl ArchiveError {
             ArchiveError::Owned { .. } => Kind::Exists,
             ArchiveError::Fenced { .. } => Kind::Fenced,
             ArchiveError::NoCode { .. } => Kind::Invalid,
-            ArchiveError::NoSpare { .. } => Kind::Unavailable,
+            ArchiveError::NoSpare { .. }
+            | ArchiveError::Away { .. }
+            | ArchiveError::Unregistered { .. } => Kind::Unavailable,
+            // Whoever did not answer may have what was not found.
+            ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => Kind::Unavailable,
             ArchiveError::Stripe { kind, .. } => *kind,
             ArchiveError::Unproven { .. } => Kind::Corrupt,
             ArchiveError::BlockLost { .. } => Kind::Lost,
@@ -278,10 +298,14 @@ impl Coordinator {
         failures: u32,
     ) -> Result<(), ArchiveError> {
         let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
-        let waiting = result.as_ref().err().filter(|error| error.kind().is_transient());
-        let waiting = waiting.map(|error| Waiting {
+        let why = match &result {
+            Ok(0) => None,
+            Ok(undropped) => Some(format!("replicas of {undropped} stripes wait to be dropped")),
+            Err(error) => error.kind().is_transient().then(|| error.to_string()),
+        };
+        let waiting = why.map(|why| Waiting {
             failures: failures.saturating_add(1),
-            why: error.to_string().chars().take(MAX_WHY_CHARS).collect(),
+            why: why.chars().take(MAX_WHY_CHARS).collect(),
         });
         // Where this fails, the lease ends by itself, and the record stands as if its coordinator had died.
         let ended = self.unclaim(job, step, tenure, waiting).await;
@@ -336,6 +360,7 @@ impl Coordinator {
         Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
+    /// Answers with the number of stripes whose replicas are not all confirmed to be dropped.
     async fn archive_claimed(
         &self,
         job: &Job,
@@ -343,7 +368,7 @@ impl Coordinator {
         options: ArchiveOptions,
         events: &Events,
         lease: LeaseId,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<u64, ArchiveError> {
         let not_found = || ArchiveError::NotFound { job: job.clone(), step };
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed).ok_or_else(not_found)?;
@@ -378,7 +403,7 @@ impl Coordinator {
         }
         result?;
         let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
-        Ok(())
+        Ok(undropped)
     }
 
     async fn run_jobs(
@@ -398,6 +423,7 @@ impl Coordinator {
             })
             .buffer_unordered(parallel);
         let mut first_error = None;
+        let mut told = String::new();
         while let Some(result) = running.next().await {
             match result {
                 Ok(bytes) => {
@@ -406,7 +432,12 @@ impl Coordinator {
                 }
                 // Other stripes are independent: they are finished, and the first failure is reported.
                 Err(error) => {
-                    let _ = events.send(ArchiveEvent::Note(error.to_string())).await;
+                    // All stripes of a shard that is lost to us end in one way.
+                    let text = error.to_string();
+                    if text != told {
+                        let _ = events.send(ArchiveEvent::Note(text.clone())).await;
+                        told = text;
+                    }
                     first_error.get_or_insert(error);
                 }
             }

@@ -54,7 +54,7 @@ pub(super) fn build(
             }
         }
     }
-    let unknown = |node: NodeId| ArchiveError::Format(format!("node {node} is not registered"));
+    let unknown = |node| ArchiveError::Unregistered { node };
     let address = |node: NodeId| directory.address(node).ok_or_else(|| unknown(node));
     let run = coordinator.entropy.id();
     let mut orders = Vec::new();

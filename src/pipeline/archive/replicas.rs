@@ -1,7 +1,7 @@
 //! Before a stripe is archived, two good replicas of each block: what is missing or rotten is made again from its twin, on the
 //! same node or on a spare (docs/semantics.md, 4.2).
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -13,33 +13,25 @@ use crate::format::records::{Record, StripeRecord};
 use crate::id::NodeId;
 use crate::net::call::address;
 use crate::pipeline::records::StripeInfo;
+use crate::placement::Spares;
 use crate::topology::Directory;
 use crate::wire::calls::{Fetch, FileView, Inspect, PutPlaces};
 
 /// Time for one block to be copied between nodes.
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
-/// Blocks (from 0) that position `position` holds in the standard layout.
-pub(in crate::pipeline) fn blocks_at(
-    n: usize,
-    k: usize,
-    position: usize,
-) -> impl Iterator<Item = usize> {
-    [Some(position), position.checked_sub(n - k)]
-        .into_iter()
-        .flatten()
-        .filter(move |&block| block < k)
-}
+/// What nodes hold of a stripe; `None` for a node that does not answer.
+pub(super) type Held = BTreeMap<NodeId, Option<Vec<FileView>>>;
 
 impl Coordinator {
-    /// What each of `nodes` holds of the stripe; `None` for a node that does not answer.
-    async fn inspect(
+    /// What each of `nodes` holds of the stripe.
+    pub(super) async fn inspect(
         &self,
         directory: &Directory,
         info: &StripeInfo,
-        nodes: &[NodeId],
-    ) -> HashMap<NodeId, Option<Vec<FileView>>> {
-        let ask = nodes.iter().map(|&node| async move {
+        nodes: impl IntoIterator<Item = NodeId>,
+    ) -> Held {
+        let ask = nodes.into_iter().map(|node| async move {
             let call = Inspect { stripe: info.fixed.stripe };
             let answer = match directory.address(node) {
                 Some(address) if directory.is_live(node) => {
@@ -59,45 +51,47 @@ impl Coordinator {
         info: &StripeInfo,
         directory: &Directory,
     ) -> Result<Vec<NodeId>, ArchiveError> {
-        let (n, k) = (usize::from(shard.root.n), usize::from(shard.root.k));
         let stripe = info.fixed.stripe;
         let mut places = info.places.clone();
-        let held = self.inspect(directory, info, &places).await;
-        let good = |node: NodeId, block: usize| {
-            let expected = &info.fixed.blocks[block];
-            let files = held.get(&node).and_then(Option::as_ref);
-            files.into_iter().flatten().any(|view| {
-                view.file == FileName::Replica { block: block as u8 }
-                    && view.root == expected.root
-                    && view.len_bytes == expected.len_bytes
-            })
+        let mut held = self.inspect(directory, info, places.iter().copied()).await;
+        let ring = || shard.root.ring.iter().map(|member| member.node);
+        let missing = |held: &Held| {
+            let mut blocks =
+                (0..info.fixed.blocks.len()).filter(|&b| info.fixed.blocks[b].len_bytes > 0);
+            blocks.find(|&block| holder(info, held, block).is_none())
         };
-        let wanted = |position: usize| {
-            blocks_at(n, k, position).filter(|&block| info.fixed.blocks[block].len_bytes > 0)
-        };
-        let mut spares: Vec<NodeId> = shard
-            .root
-            .ring
-            .iter()
-            .map(|member| member.node)
-            .filter(|&node| !info.places.contains(&node) && directory.is_live(node))
-            .collect();
+        if missing(&held).is_some() {
+            // The record's places are a hint: any node of the ring may have what is not found there.
+            let rest: Vec<NodeId> = ring().filter(|node| !held.contains_key(node)).collect();
+            held.extend(self.inspect(directory, info, rest).await);
+        }
+        if let Some(block) = missing(&held) {
+            let silent = held.iter().filter(|(_, files)| files.is_none());
+            let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
+            let block = block as u32 + 1;
+            return Err(match silent.is_empty() {
+                true => ArchiveError::BlockLost { stripe, block },
+                false => ArchiveError::Away { stripe, block, silent: silent.join(", ") },
+            });
+        }
+        let is_live = |node| directory.is_live(node);
+        let mut spares = Spares::new(&shard.root.ring, shard.layout, &places, is_live);
         let mut fetches = Vec::new();
-        for (position, place) in places.iter_mut().enumerate() {
-            let node = *place;
-            let answers = held.get(&node).is_some_and(Option::is_some);
-            if !answers {
+        for position in 0..places.len() {
+            let node = places[position];
+            if held.get(&node).is_none_or(Option::is_none) {
                 let missing = format!("node {} does not answer", directory.name(node));
-                *place = spares.pop().ok_or(ArchiveError::NoSpare { stripe, missing })?;
+                let spare = spares.take(&places, position, |_| false);
+                places[position] = spare.ok_or(ArchiveError::NoSpare { stripe, missing })?;
             }
-            for block in wanted(position) {
-                if answers && good(node, block) {
-                    continue;
+            let to = places[position];
+            for block in shard.layout.blocks_at(position) {
+                if info.fixed.blocks[block].len_bytes > 0
+                    && !has_good(info, &held, to, block)
+                    && let Some(from) = holder(info, &held, block)
+                {
+                    fetches.push((to, block, from));
                 }
-                let twin =
-                    info.places.iter().copied().find(|&other| other != node && good(other, block));
-                let lost = ArchiveError::BlockLost { stripe, block: block as u32 + 1 };
-                fetches.push((*place, block, twin.ok_or(lost)?));
             }
         }
         for (node, block, from) in fetches {
@@ -119,9 +113,8 @@ impl Coordinator {
         block: usize,
         from: NodeId,
     ) -> Result<(), ArchiveError> {
-        let unknown = |node: NodeId| ArchiveError::Format(format!("node {node} is not registered"));
-        let source = directory.address(from).ok_or_else(|| unknown(from))?;
-        let target = directory.address(to).ok_or_else(|| unknown(to))?;
+        let source = directory.address(from).ok_or(ArchiveError::Unregistered { node: from })?;
+        let target = directory.address(to).ok_or(ArchiveError::Unregistered { node: to })?;
         let expected = &info.fixed.blocks[block];
         let call = Fetch {
             stripe: info.fixed.stripe,
@@ -151,11 +144,27 @@ impl Coordinator {
             coordinator: self.me,
             bytes: record.to_bytes().map_err(format)?,
         };
-        let (n, k) = (usize::from(shard.root.n), usize::from(shard.root.k));
-        for &node in &places[..n - k + 1] {
-            let unknown = || ArchiveError::Format(format!("node {node} is not registered"));
-            self.caller.call(&directory.address(node).ok_or_else(unknown)?, &call).await?;
+        let enough = shard.layout.n() - shard.layout.k() + 1;
+        for &node in places.iter().take(enough) {
+            let to = directory.address(node).ok_or(ArchiveError::Unregistered { node })?;
+            self.caller.call(&to, &call).await?;
         }
         Ok(())
     }
+}
+
+/// A node that has a good replica of the block.
+fn holder(info: &StripeInfo, held: &Held, block: usize) -> Option<NodeId> {
+    held.keys().copied().find(|&node| has_good(info, held, node, block))
+}
+
+/// Whether `node` has a good replica of the block.
+fn has_good(info: &StripeInfo, held: &Held, node: NodeId, block: usize) -> bool {
+    let expected = &info.fixed.blocks[block];
+    let files = held.get(&node).and_then(Option::as_ref);
+    files.into_iter().flatten().any(|view| {
+        view.file == FileName::Replica { block: block as u8 }
+            && view.root == expected.root
+            && view.len_bytes == expected.len_bytes
+    })
 }

@@ -1,12 +1,14 @@
 //! A shard that this coordinator owns: taken by compare-and-set under its lease, changed only through here.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::{Mutex, OnceCell};
 
 use super::{ArchiveError, Coordinator};
+use crate::catalogue::CatalogueError;
 use crate::catalogue::records::{Written, read, state_key, write};
-use crate::code::{Code, RsCode, table};
+use crate::code::{Code, Layout, RsCode, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
@@ -14,14 +16,22 @@ use crate::pipeline::records;
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveOptions, PlanChoice};
 
+/// Compare-and-sets of one change, when answers are lost.
+const TRIES: u32 = 4;
+
 /// A shard between take and release.
 pub(super) struct OwnedShard {
     /// Its root.
     pub root: ShardRoot,
     /// The code that its stripes are archived into.
     pub code: Code,
+    /// Which of the stripe's positions hold which blocks.
+    pub layout: Layout,
     /// The owner's generation: what orders carry.
     pub generation: Generation,
+    lease: LeaseId,
+    /// Set when somebody else has the shard: nothing more is begun.
+    is_lost: AtomicBool,
     geometry: Geometry,
     state: Mutex<(ShardState, u64)>,
     leaves: OnceCell<Leaves>,
@@ -50,6 +60,8 @@ impl OwnedShard {
         let fenced = || ArchiveError::Fenced { shard: root.name.to_string() };
         let geometry = root.geometry().map_err(|error| ArchiveError::Format(error.to_string()))?;
         let code = code_for(&root, options.plan)?;
+        let no_code = |_| ArchiveError::NoCode { n: root.n, k: root.k };
+        let layout = Layout::new(root.n.into(), root.k.into()).map_err(no_code)?;
         let key = state_key(root.shard);
         let fresh = Attempt(coordinator.entropy.id());
         let mut current = read::<ShardState>(catalogue, &key).await?;
@@ -87,7 +99,18 @@ impl OwnedShard {
             match write(catalogue, &key, Some(revision), &state).await? {
                 Written::Set(revision) => {
                     let (state, leaves) = (Mutex::new((state, revision)), OnceCell::new());
-                    return Ok(Self { root, code, generation, geometry, state, leaves });
+                    let is_lost = AtomicBool::new(false);
+                    return Ok(Self {
+                        root,
+                        code,
+                        layout,
+                        generation,
+                        lease,
+                        is_lost,
+                        geometry,
+                        state,
+                        leaves,
+                    });
                 }
                 Written::Other(other) => current = other,
             }
@@ -131,48 +154,231 @@ impl OwnedShard {
         Ok(self.leaves.get_or_try_init(|| fetch).await?)
     }
 
-    /// Sets one stripe's state by compare-and-set. Only the owner changes the record: anything else in the key fences us.
+    /// An error when somebody else has the shard.
+    pub fn still_ours(&self) -> Result<(), ArchiveError> {
+        match self.is_lost.load(Ordering::Relaxed) {
+            true => Err(ArchiveError::Fenced { shard: self.root.name.to_string() }),
+            false => Ok(()),
+        }
+    }
+
+    /// Sets one stripe's state by compare-and-set.
     pub async fn set(
         &self,
         coordinator: &Coordinator,
         index: u32,
         stripe: StripeState,
     ) -> Result<(), ArchiveError> {
-        let mut state = self.state.lock().await;
-        let mut next = state.0.clone();
-        if !next.set(index, stripe) {
-            let what = format!(
+        let change = |next: &mut ShardState| match next.set(index, stripe) {
+            true => Ok(()),
+            false => Err(ArchiveError::Format(format!(
                 "stripe {index}: the shard's state would have too many runs; run archive again"
-            );
-            return Err(ArchiveError::Format(what));
-        }
-        self.write(coordinator, &mut state, next).await
+            ))),
+        };
+        self.change(coordinator, change).await
     }
 
-    async fn write(
+    /// Changes the record. Only its owner does that: what is there and not ours fences us, what is there and ours is what an
+    /// earlier try wrote whose answer was lost. After a try without an answer the record is read before the next one.
+    async fn change(
         &self,
         coordinator: &Coordinator,
-        state: &mut (ShardState, u64),
-        next: ShardState,
+        change: impl Fn(&mut ShardState) -> Result<(), ArchiveError>,
     ) -> Result<(), ArchiveError> {
-        let key = state_key(self.root.shard);
-        match write(&*coordinator.catalogue, &key, Some(state.1), &next).await? {
-            Written::Set(revision) => {
-                *state = (next, revision);
-                Ok(())
+        let (catalogue, key) = (&*coordinator.catalogue, state_key(self.root.shard));
+        let mut state = self.state.lock().await;
+        for _ in 0..TRIES {
+            self.still_ours()?;
+            let mut next = state.0.clone();
+            change(&mut next)?;
+            let found = match write(catalogue, &key, Some(state.1), &next).await {
+                Ok(Written::Set(revision)) => {
+                    *state = (next, revision);
+                    return Ok(());
+                }
+                Ok(Written::Other(found)) => found,
+                Err(error) if error.kind().is_transient() => read(catalogue, &key).await?,
+                Err(error) => return Err(error.into()),
+            };
+            match found {
+                Some((found, revision)) if found == next => {
+                    *state = (found, revision);
+                    return Ok(());
+                }
+                Some((found, revision)) if self.is_ours(&found) => *state = (found, revision),
+                _ => self.is_lost.store(true, Ordering::Relaxed),
             }
-            Written::Other(_) => Err(ArchiveError::Fenced { shard: self.root.name.to_string() }),
         }
+        self.still_ours()?;
+        let (reason, seeds) = ("its record changes again and again".into(), key);
+        Err(CatalogueError::Unreachable { seeds, reason }.into())
+    }
+
+    fn is_ours(&self, state: &ShardState) -> bool {
+        let owner = state.owner.as_ref().map(|owner| owner.lease);
+        !state.deleting && state.generation == self.generation && owner == Some(self.lease)
     }
 
     /// Gives the shard back. Losing it meanwhile is no error: then it is somebody else's.
     pub async fn release(self: &Arc<Self>, coordinator: &Coordinator) -> Result<(), ArchiveError> {
-        let mut state = self.state.lock().await;
-        let mut next = state.0.clone();
-        next.owner = None;
-        match self.write(coordinator, &mut state, next).await {
+        let change = |next: &mut ShardState| {
+            next.owner = None;
+            Ok(())
+        };
+        match self.change(coordinator, change).await {
             Err(ArchiveError::Fenced { .. }) => Ok(()),
             result => result,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::catalogue::local::LocalCatalogue;
+    use crate::catalogue::{Catalogue, Entry, SetOutcome};
+    use crate::clock::SystemClock;
+    use crate::entropy::SeededEntropy;
+    use crate::format::records::{FIELD_GF8, LAYOUT_STANDARD, Node, RingNode};
+    use crate::id::{ClusterId, Epoch, NodeId, SaveId, ShardId, Step};
+    use crate::net::call::Caller;
+    use crate::net::memory::MemoryNetwork;
+    use crate::net::pool::Pool;
+    use crate::net::{Peer, Role};
+    use crate::store::MemoryKv;
+    use crate::wire::calls::{NodeView, RegisterAnswer};
+    use crate::wire::order::Codec;
+
+    /// A catalogue whose next compare-and-set is lost on the way there, or on the way back.
+    struct Lossy {
+        inner: LocalCatalogue,
+        before: AtomicBool,
+        after: AtomicBool,
+    }
+
+    fn lost() -> CatalogueError {
+        CatalogueError::Unreachable { seeds: String::new(), reason: "lost".into() }
+    }
+
+    #[async_trait]
+    impl Catalogue for Lossy {
+        fn epoch(&self) -> Epoch {
+            self.inner.epoch()
+        }
+        async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
+            self.inner.get(key).await
+        }
+        async fn set(
+            &self,
+            key: &str,
+            expected: Option<u64>,
+            value: Option<Vec<u8>>,
+        ) -> Result<SetOutcome, CatalogueError> {
+            if self.before.swap(false, Ordering::Relaxed) {
+                return Err(lost());
+            }
+            let outcome = self.inner.set(key, expected, value).await;
+            if self.after.swap(false, Ordering::Relaxed) { Err(lost()) } else { outcome }
+        }
+        async fn list(
+            &self,
+            prefix: &str,
+            after: Option<&str>,
+            limit: u32,
+        ) -> Result<Vec<(String, Entry)>, CatalogueError> {
+            self.inner.list(prefix, after, limit).await
+        }
+        async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
+            self.inner.lease_grant().await
+        }
+        async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
+            self.inner.lease_touch(lease, keep).await
+        }
+        async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
+            self.inner.lease_revoke(lease).await
+        }
+        async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
+            self.inner.register(node).await
+        }
+        async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
+            self.inner.nodes().await
+        }
+    }
+
+    fn root() -> ShardRoot {
+        let save = SaveId([1; 12]);
+        let member = |node| RingNode { node: NodeId(node), domain: 0 };
+        ShardRoot {
+            job: "job".parse().unwrap(),
+            step: Step(1),
+            save,
+            index: 0,
+            shards: 1,
+            shard: ShardId::new(save, 0),
+            name: "weights".parse().unwrap(),
+            len_bytes: 3 << 18,
+            block_bytes: 64 << 10,
+            n: 6,
+            k: 4,
+            layout: LAYOUT_STANDARD,
+            field: FIELD_GF8,
+            fingerprint_key: [2; 32],
+            ring: (0..6).map(member).collect(),
+            stripes_root: [3; 32],
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lost_answer_does_not_cost_the_shard_and_a_new_owner_does() {
+        let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
+        let kv = Arc::new(MemoryKv::new());
+        let lease = Duration::from_secs(10);
+        let inner =
+            LocalCatalogue::open(kv, clock.clone(), entropy.clone(), lease, Epoch::default());
+        let (before, after) = Default::default();
+        let catalogue = Arc::new(Lossy { inner: inner.unwrap(), before, after });
+        let peer = Peer { role: Role::Node, name: "node-1".parse().unwrap() };
+        let pool = Pool::new(Arc::new(MemoryNetwork::new().join(peer, "node-1")), clock.clone());
+        let caller = Caller::new(pool, clock.clone(), lease);
+        let coordinator = Coordinator {
+            cluster: ClusterId([4; 16]),
+            me: NodeId(1),
+            catalogue: catalogue.clone(),
+            caller,
+            clock,
+            entropy,
+        };
+        let (root, key) = (root(), state_key(root().shard));
+        let fresh = ShardState::fresh(Generation::default(), 3);
+        write(&*catalogue, &key, None, &fresh).await.unwrap();
+        let options = ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
+        let (lease, _) = catalogue.lease_grant().await.unwrap();
+        let shard = OwnedShard::take(&coordinator, root.clone(), options, lease).await.unwrap();
+        let state = async || read::<ShardState>(&*catalogue, &key).await.unwrap().unwrap().0;
+        for (index, flag) in (0..).zip([&catalogue.before, &catalogue.after]) {
+            flag.store(true, Ordering::Relaxed);
+            shard.set(&coordinator, index, StripeState::Replicated).await.unwrap();
+            assert!(!flag.load(Ordering::Relaxed));
+            assert_eq!(state().await.stripe(index), Some(StripeState::Replicated));
+        }
+
+        tokio::time::advance(Duration::from_secs(11)).await;
+        let (lease, _) = catalogue.lease_grant().await.unwrap();
+        let taken = OwnedShard::take(&coordinator, root, options, lease).await.unwrap();
+        let now = state().await;
+        catalogue.before.store(true, Ordering::Relaxed);
+        let fenced = shard.set(&coordinator, 2, StripeState::Replicated).await.unwrap_err();
+        assert!(matches!(fenced, ArchiveError::Fenced { .. }), "{fenced}");
+        assert!(shard.still_ours().is_err() && taken.still_ours().is_ok());
+        assert_eq!(state().await, now);
+        let shards = [shard, taken].map(Arc::new);
+        for shard in &shards {
+            shard.release(&coordinator).await.unwrap();
+        }
+        assert_eq!(state().await.owner, None);
     }
 }

@@ -1,5 +1,6 @@
 //! One stripe from replicas to proven pieces: replicas, plan, admission, run, proof, receipts, commit, drop.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
@@ -7,10 +8,13 @@ use futures_util::future::{join_all, try_join_all};
 use super::orders::{Context, NodeOrder, build, judge};
 use super::shard::OwnedShard;
 use super::{ArchiveError, Coordinator, Events};
-use crate::format::records::{Receipt, Record, StripeState};
-use crate::id::{Attempt, Generation, NodeId};
+use crate::code::{reconstruct, table};
+use crate::format::file::FileName;
+use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, StripeState};
+use crate::id::NodeId;
 use crate::kind::Kind;
 use crate::net::call::{CallError, address};
+use crate::pipeline::patience::Patience;
 use crate::pipeline::records::{self, StripeInfo};
 use crate::pipeline::run::ADMIT_ALL_LIMIT;
 use crate::placement::place;
@@ -33,10 +37,6 @@ const FIRST_WAIT: Duration = Duration::from_millis(500);
 const RUN_LIMIT: Duration = Duration::from_secs(3600);
 /// Longer than a node waits for memory, so that its own answer comes first.
 const RESERVE_LIMIT: Duration = Duration::from_secs(15);
-/// How long a stripe goes on asking for admission while nodes say that they are busy with others.
-const BUSY_LIMIT: Duration = Duration::from_secs(600);
-/// Between two such tries, at most.
-const MAX_BUSY_WAIT: Duration = Duration::from_secs(4);
 
 impl Coordinator {
     /// Archives stripe `index`, or only finishes its drop.
@@ -51,6 +51,7 @@ impl Coordinator {
         let mut tries = 0;
         loop {
             tries += 1;
+            shard.still_ours()?;
             let error = match self.try_stripe(shard, index, options, events).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
@@ -85,9 +86,22 @@ impl Coordinator {
         let (attempt, generation) = match shard.stripe(index).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
-                return self
-                    .drop_replicas(shard, &info, &directory, attempt, generation, &[])
-                    .await;
+                // Not proven in this run: replicas go only when the pieces are seen to do without them.
+                let receipt =
+                    records::receipt(&self.caller, &directory, &shard.root, &info, attempt).await?;
+                let stands = receipt.generation == generation
+                    && self.pieces_span(&info, &directory, &receipt).await;
+                return match stands {
+                    true => self.drop_replicas(shard, &info, &directory, &receipt, &[]).await,
+                    false => {
+                        let text = format!(
+                            "stripe {index} of {}: too few of its pieces answer; its replicas stay for now",
+                            shard.root.name
+                        );
+                        let _ = events.send(ArchiveEvent::Note(text)).await;
+                        Ok(())
+                    }
+                };
             }
             _ => return Ok(()),
         };
@@ -119,7 +133,7 @@ impl Coordinator {
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
         shard.set(self, index, archived).await?;
         let committed = self.clock.now();
-        self.drop_replicas(shard, &info, &directory, attempt, generation, &places).await?;
+        self.drop_replicas(shard, &info, &directory, &receipt, &places).await?;
         let phases_us = [
             reserved - started,
             proven - reserved,
@@ -141,22 +155,16 @@ impl Coordinator {
 
     /// Admission, again and again while nodes are busy with other plans: that is no failure of the stripe.
     async fn reserve(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
-        let began = self.clock.now();
-        let mut wait = FIRST_WAIT;
+        let mut patience = Patience::new(self.clock.clone(), self.entropy.clone());
         loop {
             let error = match self.reserve_all(orders).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
-            if error.kind() != Kind::Busy || self.clock.now() - began > BUSY_LIMIT {
+            tracing::debug!(%error, "a plan is not admitted");
+            if error.kind() != Kind::Busy || !patience.wait().await {
                 return Err(error.into());
             }
-            tracing::debug!(%error, "a plan waits for admission");
-            // Plans that gave way to one another do not meet again at once.
-            let mut random = [0; 1];
-            self.entropy.fill(&mut random);
-            self.clock.sleep(wait * (128 + u32::from(random[0])) / 256).await;
-            wait = (wait * 2).min(MAX_BUSY_WAIT);
         }
     }
 
@@ -230,33 +238,66 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Orders the drops; a node that does not answer leaves the stripe as not dropped, to be asked again.
+    /// Whether the pieces of the receipt that nodes have now are enough to read every block.
+    async fn pieces_span(
+        &self,
+        info: &StripeInfo,
+        directory: &Directory,
+        receipt: &Receipt,
+    ) -> bool {
+        let Some(code) = table::by_id(receipt.code) else { return false };
+        let nodes: BTreeSet<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
+        let held = self.inspect(directory, info, nodes).await;
+        let is_there = |piece: &&ReceiptPiece| {
+            let file = match piece.form {
+                PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
+                // A block past the shard's end has no file.
+                PieceForm::Replica { block } if info.fixed.cut.block_len(block) == 0 => {
+                    return true;
+                }
+                PieceForm::Replica { block } => FileName::Replica { block },
+            };
+            let files = held.get(&piece.node).and_then(Option::as_ref);
+            files.into_iter().flatten().any(|view| view.file == file && view.root == piece.root)
+        };
+        let available: Vec<usize> =
+            receipt.pieces.iter().filter(is_there).map(|piece| piece.piece.into()).collect();
+        let all: Vec<usize> = (0..code.k()).collect();
+        reconstruct(&code, &available, &all).is_ok()
+    }
+
+    /// Orders the drops; a holder that does not answer leaves the stripe as not dropped, to be asked again.
     async fn drop_replicas(
         &self,
         shard: &OwnedShard,
         info: &StripeInfo,
         directory: &Directory,
-        attempt: Attempt,
-        generation: Generation,
+        receipt: &Receipt,
         places: &[NodeId],
     ) -> Result<(), ArchiveError> {
         let (n, k) = (shard.root.n.into(), shard.root.k.into());
-        let index = info.fixed.stripe.index;
-        let mut nodes =
-            place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
-        let receipt = records::receipt(&self.caller, directory, &shard.root, info, attempt).await?;
+        let (index, attempt, generation) =
+            (info.fixed.stripe.index, receipt.attempt, receipt.generation);
+        let placed = place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
         // The places are a hint, perhaps of before a spare was taken; the receipt knows who holds the pieces.
-        nodes.extend(info.places.iter().chain(places));
-        nodes.extend(receipt.pieces.iter().map(|piece| piece.node));
-        nodes.sort_unstable();
-        nodes.dedup();
+        let mut holders: BTreeSet<NodeId> = placed.into_iter().collect();
+        holders.extend(info.places.iter().chain(places));
+        holders.extend(receipt.pieces.iter().map(|piece| piece.node));
+        // Others of the ring may have what an earlier owner left there; nobody waits for them.
+        let ring = shard.root.ring.iter().map(|member| member.node);
+        let mut nodes = holders.clone();
+        nodes.extend(ring.filter(|node| directory.is_live(*node)));
+        let holders = &holders;
         // Also nodes that held a replica and no piece need the receipt before they drop anything.
-        let receipt = self.receipt_call(shard, &receipt)?;
+        let code = receipt.code;
+        let receipt = self.receipt_call(shard, receipt)?;
         let call = Drop { stripe: info.fixed.stripe, attempt, generation };
         let drops = nodes.iter().map(|&node| {
             let (call, receipt) = (&call, &receipt);
             async move {
-                let Some(address) = directory.address(node) else { return false };
+                let Some(address) = directory.address(node) else {
+                    return !holders.contains(&node);
+                };
                 let mut answer = self.caller.call(&address, call).await;
                 if let Err(CallError::Failed(failure)) = &answer
                     && failure.kind == Kind::NotFound
@@ -267,15 +308,10 @@ impl Coordinator {
                 if let Err(error) = &answer {
                     tracing::warn!(node = %address.name, %error, "replicas not dropped");
                 }
-                answer.is_ok()
+                answer.is_ok() || !holders.contains(&node)
             }
         });
         if join_all(drops).await.into_iter().all(|dropped| dropped) {
-            let code = shard.code.id();
-            let code = match shard.stripe(index).await {
-                Some(StripeState::Archived { code, .. }) => code,
-                _ => code,
-            };
             let state = StripeState::Archived { attempt, code, generation, dropped: true };
             match shard.set(self, index, state).await {
                 // It does not fit into the shard's record now: the drop is asked for again another time.

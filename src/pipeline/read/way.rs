@@ -5,11 +5,10 @@
 use std::collections::BTreeMap;
 
 use super::ReadError;
-use crate::code::{Code, reconstruct, table};
+use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
-use crate::pipeline::archive::blocks_at;
 use crate::pipeline::records::StripeInfo;
 use crate::topology::Directory;
 use crate::wire::calls::FileView;
@@ -199,9 +198,8 @@ pub(super) fn explain(
             for &block in blocks {
                 if info.fixed.cut.block_len(block) > 0 && replicas_of(info, block, held).is_empty()
                 {
-                    let at = (0..n).filter(|&position| {
-                        blocks_at(n, k, position).any(|b| b == usize::from(block))
-                    });
+                    let layout = Layout::new(n, k).into_iter();
+                    let at = layout.flat_map(|layout| layout.holders(block.into()));
                     let nodes = at.filter_map(|position| info.places.get(position));
                     let nodes: Vec<String> = nodes
                         .map(|&node| format!("{} {}", directory.name(node), gone(node)))

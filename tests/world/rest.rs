@@ -32,6 +32,8 @@ impl World {
     /// Waits until nothing is unfinished, and checks all that must hold then: each step is what the ledger allows, every committed
     /// byte is there, and nothing else.
     pub async fn assert_rest(&self, client: &Client, ledger: &mut Ledger) {
+        // The catalogue's host changes nothing until it has heard the others again.
+        tokio::time::sleep(self.lease).await;
         let at_rest = || self.unfinished().is_empty();
         self.until_or("rest", at_rest, || format!("{:?}", self.unfinished())).await;
         let listed = client.list(None).await.unwrap();

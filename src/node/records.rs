@@ -155,7 +155,7 @@ impl Node {
     pub(super) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
         let stripe = call.stripe;
         // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.
-        if self.on_store(move |store| store.find(stripe)).await?.is_empty() {
+        if self.on_store(move |store| store.every_file(stripe)).await?.is_empty() {
             return Ok(DropAnswer { files: 0, bytes: 0 });
         }
         let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;

@@ -142,7 +142,7 @@ async fn a_node_that_dies_in_mid_archiving_costs_nothing() {
 
 #[tokio::test(start_paused = true)]
 async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_seen() {
-    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    let mut world = World::start(8, &[(4, 2)], BLOCK).await;
     let client = world.client_of(0);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let victim = 2;
@@ -150,30 +150,35 @@ async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_see
     let report = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
     assert_eq!(report.stripes, STRIPES as u64);
     assert!(report.undropped > 0);
-    let of_victim = |world: &World, end: &str| {
-        world.files(|path| path.ends_with(end)).iter().filter(|(node, _)| *node == victim).count()
+    let of_victim = |world: &World, part: &str, end: &str| {
+        let files = world.files(|path| path.contains(part) && path.ends_with(end));
+        files.iter().filter(|(node, _)| *node == victim).count()
     };
-    let replicas = of_victim(&world, ".rep");
-    assert!(replicas > 0);
+    let (_, left) = world.files(|path| path.ends_with(".rep")).remove(0);
+    let stripe = left.rsplit_once("block-").unwrap().0;
+    let (all, replicas) = (of_victim(&world, "", ".rep"), of_victim(&world, stripe, ".rep"));
+    assert!(replicas > 0 && all > replicas);
     // An earlier owner's run left a piece there that the receipt ascribes to another node.
-    let pieces = world.files(|path| path.contains("/00000000/piece-"));
+    let pieces = world.files(|path| path.starts_with(&format!("{stripe}piece-")));
     let disks = [pieces[0].0, victim].map(|index| world.machines[index].disk.clone());
     let bytes = read_file(&*disks[0], &pieces[0].1);
     disks[1].create_new(&pieces[0].1).unwrap().write_at(&bytes, 0).unwrap();
 
-    // One other node is left: its pieces are not enough to do without any replica.
-    for index in [1, 3, 4] {
-        world.kill(index).await;
+    // One piece of the stripe is left: not enough to do without any replica. Others lie elsewhere, and lose theirs.
+    let away: Vec<usize> = pieces.iter().map(|(index, _)| *index).take(3).collect();
+    for index in &away {
+        world.kill(*index).await;
     }
     world.boot(victim);
+    world.until("other drops", || of_victim(&world, "", ".rep") < all).await;
     tokio::time::sleep(10 * world.lease).await;
-    assert_eq!(of_victim(&world, ".rep"), replicas);
-    for index in [1, 3, 4] {
+    assert_eq!(of_victim(&world, stripe, ".rep"), replicas);
+    for index in away {
         world.boot(index);
     }
     until_dropped(&world).await;
-    let stray = of_victim(&world, ".pc");
-    assert_eq!(stray, 0, "a piece that no receipt names stays");
+    let stray = (victim, pieces[0].1.clone());
+    assert!(!world.files(|path| path == stray.1).contains(&stray), "no receipt names it there");
     let held = world.assert_invariant(&client, 1).await;
     assert_eq!((held.archived, held.pieces, held.replicas), (STRIPES, 4 * STRIPES, 0));
     assert_exact(&client, 1).await;

@@ -24,3 +24,4 @@ pub mod store;
 pub mod topology;
 pub mod units;
 pub mod wire;
+pub mod workers;

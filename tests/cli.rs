@@ -209,6 +209,7 @@ fn wrong_usage_is_told_at_once() {
     std::os::unix::fs::symlink(cluster.path("a"), cluster.path("d/link")).unwrap();
     for (line, parts) in [
         ("save ../1 a", &["JOB/STEP", "job name"][..]),
+        ("cluster init other --node n=h:1 --set code.list=10,7", &["code.list", "10,7"]),
         ("save job/../1 a", &["step"]),
         ("save job/latest a", &["not `latest`"]),
         ("save job/x a", &["decimal number"]),
@@ -239,6 +240,9 @@ fn wrong_usage_is_told_at_once() {
         assert_eq!(json.json()["error"]["kind"], "invalid", "{line}");
     }
     assert!(!cluster.path("new").exists() && !cluster.path("o").exists());
+    let mut misspelt = program(cluster.folder.path());
+    misspelt.args(["code", "list"]).env("RAPIDRAID_KERNEL", "avx513");
+    run(misspelt).fails(2, &["RAPIDRAID_KERNEL", "avx513", "portable"]);
     for (line, parts) in [
         ("save job/1 missing", &["missing"][..]),
         ("ls --config nowhere.toml", &["nowhere.toml", "cluster init"]),

@@ -10,7 +10,7 @@ use rapidraid::format::file::{Content, FileKey};
 use rapidraid::format::tree::GrainTree;
 use rapidraid::id::{Attempt, ClusterId, Epoch, PeerName, ShardId, StripeId};
 use rapidraid::kind::Kind;
-use rapidraid::store::kv::Opened;
+use rapidraid::store::sled_kv::Opened;
 use rapidraid::store::{
     BlockSpec, Disk, Kv, MemoryDisk, MemoryKv, PieceSpec, RealDisk, Reconciled, Scope, Store,
     StoreError, Stored, StoredFile,

@@ -1,65 +1,58 @@
 //! The catalogue's engine inside one daemon, over its key-value store.
 //!
-//! Keys, the revision counter and a sum over all entries change in one durable batch. The sum is checked at the start: a map that lost entries
-//! without a word (sled can, when its log is damaged) must not pass for the truth. Leases live in memory, on this process's monotonic clock: after
-//! a start every lease that the records name counts as alive for one full period, so that a restart of the catalogue takes nothing from anybody.
+//! Entries are in a [`Table`], whose work runs off the network's threads. Leases live in memory, on this process's monotonic clock: after a start
+//! every lease that the records name counts as alive for one full period, so that a restart of the catalogue takes nothing from anybody.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::map::{DATA, REVISION, SUM, begin, check_sum, entry, number, summand, tenure};
+use super::map::{begin, tenure};
 use super::records::{NODES, parse};
-use super::{
-    Catalogue, CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome,
-};
+use super::table::Table;
+use super::{Catalogue, CatalogueError, Entry, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Node, Record};
 use crate::id::{Epoch, LeaseId, MapId, NodeId};
 use crate::kind::Kind;
-use crate::store::kv::{Batch, Kv};
+use crate::store::kv::Kv;
 use crate::wire::calls::{NodeView, RegisterAnswer};
+use crate::workers::Workers;
 
 /// The most leases at once: saves and archivings under way.
 const MAX_LEASES: usize = 65_536;
 /// The most registered nodes.
 const MAX_NODES: usize = 4096;
+/// Entries and pages that are read at once.
+const READS_AT_ONCE: usize = 4;
 
 /// The engine.
 pub struct LocalCatalogue {
-    kv: Arc<dyn Kv>,
+    table: Arc<Table>,
+    /// One slot: changes wait for each other and their syncs, reads for neither.
+    changes: Workers,
+    reads: Workers,
     clock: Arc<dyn Clock>,
     entropy: Arc<dyn Entropy>,
     epoch: Epoch,
     map: MapId,
-    is_read_only: AtomicBool,
-    /// The last revision that changed a node's record.
-    members: AtomicU64,
     lease: Duration,
     started: Duration,
-    written: Mutex<Written>,
     leases: Mutex<HashMap<LeaseId, Duration>>,
     seen: Mutex<HashMap<NodeId, Duration>>,
 }
 
-/// What every batch changes besides a key.
-struct Written {
-    revision: u64,
-    /// XOR of the first 16 bytes of BLAKE3 over each entry.
-    sum: u128,
-}
-
 impl LocalCatalogue {
     /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is how long leases live. A node that has `seen` an epoch was part of a
-    /// cluster: an empty or older map is then not its cluster's, and is refused.
+    /// cluster: an empty or older map is then not its cluster's, and is refused. Its work runs beside that of `workers`.
     pub fn open(
         kv: Arc<dyn Kv>,
         clock: Arc<dyn Clock>,
         entropy: Arc<dyn Entropy>,
+        workers: &Workers,
         lease: Duration,
         seen: Epoch,
     ) -> Result<Self, CatalogueError> {
@@ -75,21 +68,17 @@ impl LocalCatalogue {
                 return Err(CatalogueError::Gone { seen, found });
             }
         };
-        let revision = number(kv.get(REVISION)?).unwrap_or(0);
-        let sum = check_sum(&*kv)?;
         let started = clock.now();
         Ok(Self {
-            kv,
+            table: Arc::new(Table::open(kv)?),
+            changes: workers.beside(1),
+            reads: workers.beside(READS_AT_ONCE),
             clock,
             entropy,
             epoch,
             map,
-            is_read_only: AtomicBool::new(false),
-            // Not the last change perhaps, but another number than any before it.
-            members: AtomicU64::new(revision),
             lease,
             started,
-            written: Mutex::new(Written { revision, sum }),
             leases: Mutex::default(),
             seen: Mutex::default(),
         })
@@ -102,25 +91,22 @@ impl LocalCatalogue {
 
     /// Whether it answers without changing anything: it has not heard from enough nodes.
     pub fn is_read_only(&self) -> bool {
-        self.is_read_only.load(Ordering::Acquire)
+        self.table.is_read_only()
     }
 
     /// Allows changes, or ends them.
     pub fn set_read_only(&self, is_read_only: bool) {
-        self.is_read_only.store(is_read_only, Ordering::Release);
+        self.table.set_read_only(is_read_only);
     }
 
-    fn refuse_if_read_only(&self) -> Result<(), CatalogueError> {
-        if self.is_read_only() {
-            let message = "the catalogue hears from less than half of the storage nodes and changes nothing: start more of them".to_owned();
-            return Err(CatalogueError::Refused { kind: Kind::Unavailable, message });
-        }
-        Ok(())
-    }
-
-    fn read(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
-        let bytes = self.kv.get(format!("{DATA}{key}").as_bytes())?;
-        Ok(bytes.as_deref().and_then(entry))
+    async fn on_table<T: Send + 'static>(
+        &self,
+        workers: &Workers,
+        work: impl FnOnce(&Table) -> Result<T, CatalogueError> + Send + 'static,
+    ) -> Result<T, CatalogueError> {
+        let table = self.table.clone();
+        let done = workers.run(move || work(&table)).await;
+        done.map_err(|died| CatalogueError::Store(died.to_string()))?
     }
 
     fn expired(&self, until: Option<&Duration>) -> bool {
@@ -137,7 +123,8 @@ impl Catalogue for LocalCatalogue {
     }
 
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
-        self.read(key)
+        let key = key.to_owned();
+        self.on_table(&self.reads, move |table| table.get(&key)).await
     }
 
     async fn set(
@@ -146,44 +133,8 @@ impl Catalogue for LocalCatalogue {
         expected: Option<u64>,
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
-        if key.len() > MAX_KEY_BYTES {
-            let what = key.chars().take(64).collect();
-            return Err(CatalogueError::TooLong { what, bytes: key.len(), limit: MAX_KEY_BYTES });
-        }
-        if let Some(value) = value.as_ref().filter(|value| value.len() > MAX_VALUE_BYTES) {
-            let what = format!("value of {key}");
-            return Err(CatalogueError::TooLong {
-                what,
-                bytes: value.len(),
-                limit: MAX_VALUE_BYTES,
-            });
-        }
-        self.refuse_if_read_only()?;
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
-        let full_key = format!("{DATA}{key}");
-        let before = self.kv.get(full_key.as_bytes())?;
-        let now = before.as_deref().and_then(entry);
-        if now.as_ref().map(|entry| entry.revision) != expected {
-            return Ok(SetOutcome::Other(now));
-        }
-        let revision = written.revision + 1;
-        let after = value.map(|value| [&revision.to_be_bytes()[..], &value].concat());
-        let change = |stored: &Option<Vec<u8>>| {
-            stored.as_deref().map_or(0, |stored| summand(&full_key, stored))
-        };
-        let sum = written.sum ^ change(&before) ^ change(&after);
-        let mut batch = Batch::new();
-        batch.put(REVISION, revision.to_be_bytes()).put(SUM, sum.to_be_bytes());
-        match after {
-            Some(stored) => batch.put(full_key, stored),
-            None => batch.delete(full_key),
-        };
-        self.kv.apply(&batch)?;
-        *written = Written { revision, sum };
-        if key.starts_with(NODES) {
-            self.members.store(revision, Ordering::Release);
-        }
-        Ok(SetOutcome::Set(revision))
+        let key = key.to_owned();
+        self.on_table(&self.changes, move |table| table.set(&key, expected, value)).await
     }
 
     async fn list(
@@ -192,21 +143,12 @@ impl Catalogue for LocalCatalogue {
         after: Option<&str>,
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError> {
-        let after = after.map(|key| format!("{DATA}{key}"));
-        let page = self.kv.scan(
-            format!("{DATA}{prefix}").as_bytes(),
-            after.as_deref().map(str::as_bytes),
-            limit.min(MAX_PAGE) as usize,
-        )?;
-        let named = page.into_iter().filter_map(|(key, value)| {
-            let key = String::from_utf8(key).ok()?;
-            Some((key.strip_prefix(DATA)?.to_owned(), entry(&value)?))
-        });
-        Ok(named.collect())
+        let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
+        self.on_table(&self.reads, move |table| table.list(&prefix, after.as_deref(), limit)).await
     }
 
     async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
-        self.refuse_if_read_only()?;
+        self.table.refuse_if_read_only()?;
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.clock.now();
         // Until one period has passed a lease that is not here counts as alive: one that was revoked stays known.
@@ -240,11 +182,11 @@ impl Catalogue for LocalCatalogue {
     }
 
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-        self.refuse_if_read_only()?;
+        self.table.refuse_if_read_only()?;
         let key = format!("{NODES}{}", node.name);
         let id = NodeId::of(&node.name);
         loop {
-            let current = self.read(&key)?;
+            let current = self.get(&key).await?;
             let known =
                 current.as_ref().map(|entry| parse::<Node>(&key, &entry.value)).transpose()?;
             if known.as_ref() == Some(node) {
@@ -272,7 +214,7 @@ impl Catalogue for LocalCatalogue {
         Ok(RegisterAnswer {
             epoch: self.epoch,
             map: self.map,
-            members: self.members.load(Ordering::Acquire),
+            members: self.table.members_revision(),
             lease_ms: self.lease.as_millis() as u64,
         })
     }
@@ -303,13 +245,21 @@ mod tests {
     use super::*;
     use crate::clock::SystemClock;
     use crate::entropy::SeededEntropy;
+    use crate::store::kv::Batch;
     use crate::store::{Disk, MemoryKv, RealDisk, SledKv};
 
     const LEASE: Duration = Duration::from_secs(10);
 
     fn open(kv: &Arc<MemoryKv>) -> Result<LocalCatalogue, CatalogueError> {
         let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
-        LocalCatalogue::open(kv.clone(), clock, entropy, LEASE, Epoch::default())
+        LocalCatalogue::open(
+            kv.clone(),
+            clock,
+            entropy,
+            &Workers::inline(),
+            LEASE,
+            Epoch::default(),
+        )
     }
 
     #[tokio::test]
@@ -358,7 +308,9 @@ mod tests {
         let open_kv = || SledKv::open(&lock, &path, 1 << 20).unwrap().0;
         let open = |kv| {
             let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
-            LocalCatalogue::open(Arc::new(kv), clock, entropy, LEASE, Epoch::default()).unwrap()
+            let workers = Workers::new(2);
+            LocalCatalogue::open(Arc::new(kv), clock, entropy, &workers, LEASE, Epoch::default())
+                .unwrap()
         };
         let catalogue = open(open_kv());
         catalogue.set("a", None, Some(vec![1])).await.unwrap();
@@ -380,7 +332,7 @@ mod tests {
     async fn an_empty_or_older_map_is_not_taken_for_the_clusters() {
         let open = |kv: &Arc<MemoryKv>, seen| {
             let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
-            LocalCatalogue::open(kv.clone(), clock, entropy, LEASE, Epoch(seen))
+            LocalCatalogue::open(kv.clone(), clock, entropy, &Workers::inline(), LEASE, Epoch(seen))
         };
         let kv = Arc::new(MemoryKv::new());
         for _ in 0..2 {

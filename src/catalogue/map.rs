@@ -130,13 +130,15 @@ mod tests {
     use crate::clock::SystemClock;
     use crate::entropy::SeededEntropy;
     use crate::store::MemoryKv;
+    use crate::workers::Workers;
 
     #[tokio::test]
     async fn a_written_map_is_a_catalogue_and_only_when_it_is_finished() {
         let open = |kv: &Arc<dyn Kv>| {
             let entropy = Arc::new(SeededEntropy::new(1));
             let lease = std::time::Duration::from_secs(10);
-            LocalCatalogue::open(kv.clone(), SystemClock::new(), entropy, lease, Epoch(4))
+            let workers = Workers::inline();
+            LocalCatalogue::open(kv.clone(), SystemClock::new(), entropy, &workers, lease, Epoch(4))
         };
         let kv: Arc<dyn Kv> = Arc::new(MemoryKv::new());
         let mut map = MapWriter::new(kv.clone());

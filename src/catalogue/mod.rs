@@ -9,6 +9,7 @@ pub mod local;
 pub mod map;
 pub mod records;
 pub mod remote;
+mod table;
 
 use std::time::Duration;
 

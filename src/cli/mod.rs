@@ -32,6 +32,9 @@ use std::num::NonZero;
 use args::{Args, Catalogue, Cluster, Command};
 use printer::{Answer, Failure, Look, Printer};
 
+use crate::gf::kernel::{ENV, Kernel};
+use crate::kind::Kind;
+
 /// What every command is given: how to speak, and the environment to look things up in.
 pub struct Front {
     /// Writes.
@@ -53,7 +56,10 @@ pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
 pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
     let printer = Printer::of_process(Look::of_process(args.json, &env));
     let mut front = Front { printer, env };
-    let outcome = command(&mut front, args.command).await;
+    let outcome = match Kernel::from_env() {
+        Ok(_) => command(&mut front, args.command).await,
+        Err(error) => Err(Failure::new(Kind::Invalid, format!("{ENV}: {error}"))),
+    };
     front.printer.finish(outcome.as_deref())
 }
 

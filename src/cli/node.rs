@@ -90,11 +90,10 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     }
 }
 
-/// The signals that end a process.
+/// The signals that end a process in order. A hangup is left to the system, so that `nohup` means what it says.
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
-    hangup: Signal,
 }
 
 impl Signals {
@@ -107,7 +106,6 @@ impl Signals {
         Ok(Self {
             interrupt: listen(SignalKind::interrupt())?,
             terminate: listen(SignalKind::terminate())?,
-            hangup: listen(SignalKind::hangup())?,
         })
     }
 
@@ -116,7 +114,6 @@ impl Signals {
         tokio::select! {
             _ = self.interrupt.recv() => "SIGINT",
             _ = self.terminate.recv() => "SIGTERM",
-            _ = self.hangup.recv() => "SIGHUP",
         }
     }
 }

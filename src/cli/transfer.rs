@@ -58,8 +58,8 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         return Err(Failure::new(Kind::Invalid, message)
             .with_hint("add --plan star, or leave --codec away"));
     }
-    let trace_file = options.trace.as_deref().map(files::create_new).transpose()?;
     let client = connect::client(&options.connect, &front.env).await?;
+    let trace_file = options.trace.as_deref().map(files::create_new).transpose()?;
     let (job, step) = (&options.step.job, options.step.step);
     let bar =
         Progress::new(front.printer.look().watched, format!("archive {}", named(job, step)), None);
@@ -82,8 +82,12 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     drop(bar);
     let took = clock.now();
     connect::close(&client).await;
-    if let (Some(file), Some(path)) = (trace_file, &options.trace) {
-        trace.write(file).map_err(|error| files::io_failure("write", path, &error))?;
+    if let (Some(file), Some(path)) = (trace_file, &options.trace)
+        && let Err(error) = trace.write(file)
+    {
+        // The archiving is what was asked for: it is reported as it ended.
+        let failure = files::io_failure("write", path, &error);
+        front.printer.note(&format!("no trace: {}", failure.message));
     }
     let report = archived.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Archived { report, took }))

@@ -12,9 +12,9 @@ use crate::net::call::CallError;
 use crate::pipeline::read::{Lost, ReadError};
 use crate::pipeline::records::RecordsError;
 use crate::pipeline::save::SaveError;
-use crate::pipeline::workers::WorkerDied;
 use crate::placement::PlacementError;
 use crate::store::DiskError;
+use crate::workers::WorkerDied;
 
 /// Why an operation failed. What was committed before is as it was.
 #[derive(Debug, thiserror::Error)]

@@ -39,7 +39,6 @@ use crate::net::pool::Pool;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::net::{Address, Transport};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
-use crate::pipeline::workers::Workers;
 use crate::topology::Directory;
 use crate::wire::calls::{
     Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
@@ -48,6 +47,7 @@ use crate::wire::calls::{
 };
 use crate::wire::policy::PolicyAnswer;
 use crate::wire::{Call, NodeAddress};
+use crate::workers::Workers;
 
 /// A gateway answers a question within this.
 const CALL_LIMIT: Duration = Duration::from_secs(12);

@@ -5,6 +5,7 @@ use std::net::Ipv6Addr;
 use std::str::FromStr;
 
 use super::layers::Value;
+use crate::code::table::find;
 use crate::units::ByteCount;
 
 /// `HOST:PORT`; the host is a name, an IPv4 address, or an IPv6 address in brackets.
@@ -144,10 +145,11 @@ pub(super) fn seeds(value: &Value, least: usize) -> Option<Vec<HostPort>> {
     list.into_iter().map(|item| item.parse().ok()).collect()
 }
 
-/// 1 to 8 different codes.
+/// 1 to 8 different codes, all of which there are.
 pub(super) fn codes(value: &Value) -> Option<Vec<CodeShape>> {
     let list = value.list().filter(|list| (1..=8).contains(&list.len()))?;
     let codes: Vec<CodeShape> = list.into_iter().map(CodeShape::parse).collect::<Option<_>>()?;
+    let is_shipped = |code: &CodeShape| find(usize::from(code.n), usize::from(code.k)).is_some();
     let different = codes.iter().enumerate().all(|(at, code)| !codes[..at].contains(code));
-    different.then_some(codes)
+    (different && codes.iter().all(is_shipped)).then_some(codes)
 }

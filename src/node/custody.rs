@@ -25,6 +25,8 @@ use crate::wire::calls::{
 
 /// Archivings that one daemon takes over at once.
 const TAKEN_AT_ONCE: usize = 4;
+/// Between two registrations lies at least this, whatever a home answers.
+const LEAST_RENEWAL: Duration = Duration::from_millis(50);
 
 /// An archiving that nobody is at, as this node has met it.
 struct Met {
@@ -59,6 +61,7 @@ impl Node {
             ("save", &self.budgets.save),
             ("restore", &self.budgets.restore),
             ("control", &self.budgets.control),
+            ("requests", &self.budgets.requests),
         ];
         let mut notes: Vec<String> = self.hosting.note().into_iter().collect();
         if totals.quarantined > 0 {
@@ -87,8 +90,10 @@ impl Node {
         let mut told = false;
         let mut members = None;
         loop {
+            let mut lease = self.settings.lease;
             match self.catalogue().register(&self.record()).await {
                 Ok(answer) => {
+                    lease = lease.min(Duration::from_millis(answer.lease_ms));
                     let noted =
                         self.on_store(move |store| store.note_map(answer.epoch, answer.map));
                     match noted.await {
@@ -114,7 +119,7 @@ impl Node {
                 }
             }
             self.runs.give_back_unused();
-            self.clock.sleep(renewal(self.settings.lease)).await;
+            self.clock.sleep(renewal(lease).max(LEAST_RENEWAL)).await;
         }
     }
 

@@ -16,10 +16,10 @@ use crate::net::NetError;
 use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
-use crate::pipeline::workers::Workers;
 use crate::store::{
     Disk, INDEX_DIR, KvError, LOCK_FILE, RealDisk, SledKv, SledMaps, Store, StoreError,
 };
+use crate::workers::Workers;
 
 /// The folder of the catalogue's map, in the data folder of the node that hosts it.
 const CATALOGUE_DIR: &str = "catalogue";
@@ -134,7 +134,7 @@ impl Daemon {
         }
         let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
-        let cache_bytes = (config.memory_bytes / 32).min(MAX_INDEX_CACHE_BYTES);
+        let cache_bytes = (config.memory_bytes / 64).min(MAX_INDEX_CACHE_BYTES);
         let (index, opened) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes)?;
         let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
         let failed = [index.failed(), maps.failed()];

@@ -34,6 +34,8 @@ const MAX_STREAM_HEADER_BYTES: usize = 64;
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 /// A peer takes an answer within this.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// Requests up to this draw from memory of their own.
+const SHORT_REQUEST_BYTES: usize = 64 << 10;
 /// Calls of one connection at once.
 const CALLS_AT_ONCE: usize = 256;
 
@@ -149,13 +151,16 @@ impl Node {
         self.dispatch(number, request, served).await;
     }
 
-    /// A request's memory is taken before its bytes are read: many long ones at once wait for each other, not for more memory.
+    /// A request's memory is taken before its bytes are read: many long ones at once wait for each other, not for more memory, and
+    /// short ones do not wait for the long.
     async fn request(&self, recv: &mut FramedRecv) -> Result<Option<Request>, NetError> {
         let Some(len_bytes) = recv.frame_len(MAX_FRAME_BYTES).await? else { return Ok(None) };
-        let memory = self.budgets.control.reserve(len_bytes as u64).await;
+        let is_short = len_bytes <= SHORT_REQUEST_BYTES;
+        let share = if is_short { &self.budgets.requests } else { &self.budgets.control };
+        let memory = share.reserve(len_bytes as u64).await;
         let memory = memory.map_err(|_| NetError::FrameTooLong {
             len_bytes: len_bytes as u64,
-            limit_bytes: self.budgets.control.total_bytes(),
+            limit_bytes: share.total_bytes(),
         })?;
         let frame = recv.read_frame(MAX_FRAME_BYTES).await?;
         Ok(frame.map(|frame| Request { frame, _memory: memory }))

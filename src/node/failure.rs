@@ -10,9 +10,9 @@ use crate::net::call::CallError;
 use crate::pipeline::archive::ArchiveError;
 use crate::pipeline::records::RecordsError;
 use crate::pipeline::run::RunError;
-use crate::pipeline::workers::WorkerDied;
 use crate::store::StoreError;
 use crate::wire::{Failure, WireError};
+use crate::workers::WorkerDied;
 
 macro_rules! failures {
     ($($error:ty),* $(,)?) => {

@@ -47,9 +47,9 @@ use crate::net::call::Caller;
 use crate::net::pool::Pool;
 use crate::pipeline::archive::Coordinator;
 use crate::pipeline::run::Runs;
-use crate::pipeline::workers::Workers;
 use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
+use crate::workers::Workers;
 
 /// An answer to a call comes within this, apart from those that move bulk bytes.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
@@ -115,17 +115,19 @@ struct Budgets {
     save: Arc<Budget>,
     restore: Arc<Budget>,
     control: Arc<Budget>,
+    requests: Arc<Budget>,
 }
 
 impl Budgets {
-    /// Half for archiving, a quarter for saves, an eighth for reads, a sixteenth for messages; the last sixteenth is the
-    /// index's and the catalogue's.
+    /// Half for archiving, a quarter for saves, an eighth for reads, a sixteenth for long messages; of the last
+    /// sixteenth a quarter is for short requests, the rest the index's and the catalogue's.
     fn new(memory_bytes: u64) -> Self {
         Self {
             archive: Budget::new("archive", archive_share_bytes(memory_bytes)),
             save: Budget::new("save", save_share_bytes(memory_bytes)),
             restore: Budget::new("restore", memory_bytes / 8),
             control: Budget::new("control", memory_bytes / 16),
+            requests: Budget::new("requests", memory_bytes / 64),
         }
     }
 }
@@ -184,7 +186,7 @@ impl Node {
         let seen = store.epoch();
         let open = |kv| {
             let (clock, entropy) = (clock.clone(), entropy.clone());
-            LocalCatalogue::open(kv, clock, entropy, settings.lease, seen)
+            LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
         };
         let hosting = Hosting::start(maps, settings.begin_catalogue, seen, &open)?;
         let remote = Arc::new(RemoteCatalogue::new(
@@ -286,9 +288,9 @@ impl Node {
     }
 
     /// Bytes in use of each memory share: zero when nothing runs.
-    pub fn memory_in_use(&self) -> [u64; 4] {
-        let Budgets { archive, save, restore, control } = &self.budgets;
-        [archive, save, restore, control].map(|share| share.used_bytes())
+    pub fn memory_in_use(&self) -> [u64; 5] {
+        let Budgets { archive, save, restore, control, requests } = &self.budgets;
+        [archive, save, restore, control, requests].map(|share| share.used_bytes())
     }
 
     fn catalogue(&self) -> Arc<dyn Catalogue> {

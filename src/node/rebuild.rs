@@ -116,7 +116,8 @@ impl Node {
         answer.damaged.truncate(MAX_LISTED);
         let kv = writer.finish(epoch, map)?;
         let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
-        let local = LocalCatalogue::open(kv, clock, entropy, self.settings.lease, epoch)?;
+        let (workers, lease) = (&self.workers, self.settings.lease);
+        let local = LocalCatalogue::open(kv, clock, entropy, workers, lease, epoch)?;
         self.hosting.serve(Arc::new(local));
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)

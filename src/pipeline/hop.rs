@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::workers::{WorkerDied, Workers};
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, CodeError};
 use crate::format::geometry::StripeCut;
@@ -21,6 +20,7 @@ use crate::plan::{Input, Output, StreamNo};
 use crate::store::{PieceWriter, StoreError, Stored, StoredFile};
 use crate::units::GRAIN_BYTES;
 use crate::wire::order::{Codec, HopOrder, HopReport};
+use crate::workers::{WorkerDied, Workers};
 
 /// A hop that does not move for so long is ended.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);

@@ -7,4 +7,3 @@ pub mod read;
 pub mod records;
 pub mod run;
 pub mod save;
-pub mod workers;

@@ -22,7 +22,6 @@ use way::{Holding, Way, explain, find_way};
 
 use super::patience::{BUSY_LIMIT, Patience};
 use super::records::StripeInfo;
-use super::workers::{WorkerDied, Workers};
 use crate::code::{Code, CodeError, Program, reconstruct};
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
@@ -36,6 +35,7 @@ use crate::planner::{Subject, direct_read};
 use crate::topology::Directory;
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{FileView, Inspect, Suspect};
+use crate::workers::{WorkerDied, Workers};
 
 /// A node that does not say within this what it has is left out at first.
 const INSPECT_LIMIT: Duration = Duration::from_secs(2);

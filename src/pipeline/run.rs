@@ -14,7 +14,6 @@ use tokio_util::sync::CancellationToken;
 use super::hop::{
     HopError, PieceSlot, ReadBack, Shared, Streams, hop_bytes, run_hop, stream_in, stream_out,
 };
-use super::workers::{WorkerDied, Workers};
 use crate::budget::{Budget, BudgetError, Reservation};
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, table};
@@ -31,6 +30,7 @@ use crate::store::{PieceSpec, Store, StoreError, StoredFile};
 use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
 use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
+use crate::workers::{WorkerDied, Workers};
 
 /// How long a reservation waits for memory.
 pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);

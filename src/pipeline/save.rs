@@ -11,7 +11,6 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream;
 
-use super::workers::{WorkerDied, Workers};
 use crate::clock::deadline;
 use crate::code::Layout;
 use crate::format::FormatError;
@@ -29,6 +28,7 @@ use crate::wire::calls::{
     BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer, PutRecord, RecordName,
 };
 use crate::wire::{Failure, message_to_bytes};
+use crate::workers::{WorkerDied, Workers};
 
 /// Bytes read from the source, and sent, at a time.
 const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;

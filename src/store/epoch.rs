@@ -9,6 +9,15 @@ use crate::id::{Epoch, MapId};
 const MEMBERS: &str = "members";
 
 impl Store {
+    /// What was noted before this start.
+    pub(super) fn seen_on_disk(&self) -> Result<Option<SeenEpoch>, StoreError> {
+        let noted = self.get_sealed(EPOCH, RecordKind::Epoch);
+        noted.map_err(|error| match error {
+            StoreError::Format { path, source } => StoreError::Epoch { path, source },
+            other => other,
+        })
+    }
+
     /// The highest catalogue epoch that this node has seen.
     pub fn epoch(&self) -> Epoch {
         self.seen().epoch

@@ -9,12 +9,13 @@ use serde::{Deserialize, Serialize};
 use super::StoreError;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
 use super::index::{FileInfo, Index, Totals};
-use super::kv::{Kv, Opened, SledKv};
+use super::kv::Kv;
 use super::names::{
     Names, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
 };
 use super::real_disk::RealDisk;
 use super::reconcile::Reconciled;
+use super::sled_kv::{Opened, SledKv};
 use super::small::if_found;
 use super::stored_file::StoredFile;
 use crate::format::FormatError;
@@ -101,9 +102,7 @@ impl Store {
         };
         let store = Self { inner: Arc::new(inner) };
         store.check_identity(&identity)?;
-        if let Some(seen) = store.get_sealed(EPOCH, RecordKind::Epoch)? {
-            *store.seen() = seen;
-        }
+        *store.seen() = store.seen_on_disk()?.unwrap_or_default();
         let reconciled = store.reconcile()?;
         Ok((store, reconciled))
     }

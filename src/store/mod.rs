@@ -35,6 +35,7 @@ mod piece_writer;
 mod quarantine;
 mod real_disk;
 mod reconcile;
+pub mod sled_kv;
 mod small;
 mod stored_file;
 mod temporary;
@@ -43,12 +44,13 @@ pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
 pub use disk::{Disk, DiskError, DiskFile};
 pub use folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use index::{FileInfo, Totals};
-pub use kv::{Kv, KvError, Maps, SledKv, SledMaps};
+pub use kv::{Kv, KvError, Maps};
 pub use memory_disk::MemoryDisk;
 pub use memory_kv::MemoryKv;
 pub use piece_writer::{PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
 pub use reconcile::Reconciled;
+pub use sled_kv::{SledKv, SledMaps};
 pub use small::{MAX_SMALL_BYTES, Scope};
 pub use stored_file::StoredFile;
 pub use temporary::Stored;
@@ -72,6 +74,16 @@ pub enum StoreError {
     /// A file or record does not parse.
     #[error("{path}: {source}")]
     Format {
+        /// Where it lies.
+        path: String,
+        /// What is wrong with it.
+        source: FormatError,
+    },
+    /// The note of the epoch does not parse.
+    #[error(
+        "{path}: {source}. It notes which catalogue this node follows: when the catalogue is served by another node, remove this file and start again, and the node notes it anew when it registers"
+    )]
+    Epoch {
         /// Where it lies.
         path: String,
         /// What is wrong with it.
@@ -182,7 +194,7 @@ impl StoreError {
         match self {
             Self::Disk(error) => error.kind(),
             Self::Index(error) => error.kind(),
-            Self::Format { source, .. } => source.kind(),
+            Self::Format { source, .. } | Self::Epoch { source, .. } => source.kind(),
             Self::Misplaced { .. }
             | Self::Grain { .. }
             | Self::ReadBack { .. }

@@ -11,7 +11,7 @@ use rapidraid::net::Role;
 use rapidraid::node::Node;
 use rapidraid::store::Scope;
 use rapidraid::wire::calls::{
-    ArchiveOptions, GetRecord, Inspect, PlanChoice, PutBlock, PutRecord, Read, ReadAnswer,
+    ArchiveOptions, GetRecord, Hello, Inspect, PlanChoice, PutBlock, PutRecord, Read, ReadAnswer,
     RecordName,
 };
 use tokio::time::Instant;
@@ -58,7 +58,7 @@ async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes
     let forwarded = PutBlock { block: 1, forward: Some(two.clone()), ..call.clone() };
     let refusal = voice.admission(&one, &forwarded).await.unwrap().1.second_refused;
     assert_eq!(refusal.map(|(code, _)| code), Some(Kind::Busy.wire_code()));
-    assert_eq!(world.nodes[&1].memory_in_use(), [0; 4], "all or none");
+    assert_eq!(world.nodes[&1].memory_in_use(), [0; 5], "all or none");
     finish_block(&mut first, &bytes, &bytes).await.unwrap();
     world.assert_idle().await;
 }
@@ -130,6 +130,29 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     let refused = voice.ask(&to, &put(RecordName::Leaves, other)).await.unwrap_err();
     assert_eq!(refused.kind(), Kind::Exists, "{refused}");
     assert_eq!(voice.ask(&to, &get(RecordName::Leaves)).await.unwrap(), Some(bytes));
+}
+
+#[tokio::test(start_paused = true)]
+async fn short_requests_do_not_wait_for_long_ones() {
+    let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
+    let voice = world.voice(Role::Client, "wordy");
+    let to = world.node_address(2);
+    let connection = voice.connection(&to).await;
+    let mut open = Vec::new();
+    for _ in 0..8 {
+        // Most of the share for long requests, announced and never sent.
+        let (mut send, recv) = connection.open_bi().await.unwrap();
+        send.write(Bytes::copy_from_slice(&(700u32 << 10).to_le_bytes())).await.unwrap();
+        open.push((send, recv));
+    }
+    world.until("a long request", || world.nodes[&2].memory_in_use()[3] != 0).await;
+    let began = Instant::now();
+    for _ in 0..20 {
+        voice.ask(&to, &Hello { me: None }).await.unwrap();
+    }
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    drop(open);
+    world.assert_idle().await;
 }
 
 /// A peer that reads a file of each node, so slowly that it takes all their memory for reads for `held`.

@@ -472,7 +472,7 @@ async fn orders_with_absurd_numbers_are_refused() {
         let answer = node.ask(&to, &Reserve { order: order.clone() }).await;
         assert_eq!(kind_of(answer), Kind::Invalid, "order {at}");
         assert_eq!(kind_of(node.ask(&to, &Run { run: order.run }).await), Kind::NotFound);
-        assert_eq!(world.nodes[&2].memory_in_use(), [0; 4], "order {at}");
+        assert_eq!(world.nodes[&2].memory_in_use(), [0; 5], "order {at}");
     }
     assert_alive(&node, &to).await;
     // Orders that are in bounds and make no sense end with an error and leave nothing.

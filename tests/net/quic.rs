@@ -18,7 +18,7 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-use super::world::{authority, client, identity, node, over_quic};
+use super::world::{authority, client, identity, node, node_with, over_quic};
 use super::{in_time, transfer};
 
 fn provider() -> Arc<CryptoProvider> {
@@ -219,6 +219,37 @@ async fn a_client_cannot_listen() {
     let error = QuicTransport::listen(any, &identity, &limits, SystemClock::new()).await.err();
     let expected = IdentityError::NotANode { name: "c".parse().unwrap() };
     assert_eq!(error, Some(NetError::Identity(expected)));
+}
+
+#[tokio::test]
+async fn clients_leave_room_for_nodes() {
+    in_time(async {
+        let ours = authority(1);
+        let limits = TransportLimits { max_connections: 8, ..TransportLimits::default() };
+        let node = node_with(&ours, "a", &limits).await;
+        let host_port = node.local_addr().unwrap().to_string();
+        let to = Address { host_port, node: Some("a".parse().unwrap()) };
+        let mut clients = Vec::new();
+        for name in ["c1", "c2", "c3", "c4", "c5", "c6"] {
+            let client = client(&ours, name).await;
+            let (dialled, accepted) = tokio::join!(client.connect(&to), node.accept());
+            clients.push((client, dialled.unwrap(), accepted));
+        }
+        let late = client(&ours, "late").await;
+        let refused = match late.connect(&to).await {
+            Ok(connection) => connection.accept_uni().await.err().unwrap(),
+            Err(error) => error,
+        };
+        assert_eq!(refused.kind(), Kind::Busy, "{refused}");
+        assert!(refused.to_string().contains("try again later"), "{refused}");
+        let other = identity(&ours, Role::Node, "b");
+        let any = "127.0.0.1:0".parse().unwrap();
+        let other = QuicTransport::listen(any, &other, &limits, SystemClock::new()).await.unwrap();
+        let (dialled, accepted) = tokio::join!(other.connect(&to), node.accept());
+        assert_eq!(dialled.unwrap().peer().to_string(), "node a");
+        assert_eq!(accepted.unwrap().peer().to_string(), "node b");
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -63,11 +63,17 @@ pub fn identity(authority: &Authority, role: Role, name: &str) -> Identity {
 }
 
 pub async fn node(authority: &Authority, name: &str) -> QuicTransport {
+    node_with(authority, name, &TransportLimits::default()).await
+}
+
+pub async fn node_with(
+    authority: &Authority,
+    name: &str,
+    limits: &TransportLimits,
+) -> QuicTransport {
     let identity = identity(authority, Role::Node, name);
     let any = "127.0.0.1:0".parse().unwrap();
-    QuicTransport::listen(any, &identity, &TransportLimits::default(), SystemClock::new())
-        .await
-        .unwrap()
+    QuicTransport::listen(any, &identity, limits, SystemClock::new()).await.unwrap()
 }
 
 pub async fn client(authority: &Authority, name: &str) -> QuicTransport {

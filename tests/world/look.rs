@@ -124,7 +124,7 @@ impl World {
 
     /// All memory is given back.
     pub async fn assert_idle(&self) {
-        let idle = || self.nodes.values().all(|node| node.memory_in_use() == [0; 4]);
+        let idle = || self.nodes.values().all(|node| node.memory_in_use() == [0; 5]);
         self.until("all memory given back", idle).await;
     }
 

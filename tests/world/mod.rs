@@ -25,10 +25,10 @@ use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
-use rapidraid::pipeline::workers::Workers;
 use rapidraid::store::{Disk, Kv, KvError, LOCK_FILE, Maps, MemoryDisk, MemoryKv, Store};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
+use rapidraid::workers::Workers;
 
 pub const CLUSTER: ClusterId = ClusterId([7; 16]);
 pub const DISK_BYTES: u64 = 4 << 30;
@@ -117,6 +117,7 @@ pub struct World {
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
     pub policy: Policy,
+    /// The clients' workers. Those of the nodes run inline: with a paused clock, time would jump while a job's result is on its way between threads.
     pub workers: Workers,
     /// Of all that is random.
     pub seed: u64,
@@ -237,7 +238,7 @@ impl World {
             clock: WorldClock::start(),
             // No boot repeats the numbers of another.
             entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
-            workers: self.workers.clone(),
+            workers: Workers::inline(),
             segmentation_offload: false,
         };
         self.nodes.insert(index, Node::start(settings, parts)?);

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use quinn::{ConnectionError, ReadError, TransportErrorCode, VarInt, WriteError};
 
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
+use crate::kind::Kind;
 
 /// A connection whose peer is proven.
 pub(super) struct QuicConnection {
@@ -20,6 +21,15 @@ impl QuicConnection {
     pub(super) fn new(inner: quinn::Connection, peer: Peer) -> Self {
         let label = format!("{peer} at {}", inner.remote_address()).into();
         Self { inner, peer, label }
+    }
+
+    /// Ends it before it served anything, so that the peer knows to come back later.
+    pub(super) fn refuse_as_busy(&self) -> NetError {
+        let error = NetError::Busy { peer: self.label.to_string() };
+        let reason =
+            "too many clients are connected to this node: try again later, or ask another node";
+        self.inner.close(Kind::Busy.wire_code().into(), reason.as_bytes());
+        error
     }
 
     #[cfg(test)]

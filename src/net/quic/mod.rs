@@ -287,9 +287,17 @@ impl Admission {
             }
             let (cluster, clock, ready) = (self.cluster, self.clock.clone(), self.ready.clone());
             let window = self.node_window;
+            let (endpoint, max_clients) = (self.endpoint.clone(), self.max_connections / 4 * 3);
             handshakes.spawn(async move {
-                let admitted =
-                    deadline(&*clock, HANDSHAKE_LIMIT, admit(incoming, cluster, window)).await;
+                let admit = async {
+                    let connection = admit(incoming, cluster, window).await?;
+                    let has_room = endpoint.open_connections() <= max_clients;
+                    if connection.peer().role == Role::Node || has_room {
+                        return Ok(connection);
+                    }
+                    Err(connection.refuse_as_busy())
+                };
+                let admitted = deadline(&*clock, HANDSHAKE_LIMIT, admit).await;
                 match admitted {
                     Ok(Ok(connection)) => {
                         let connection: Arc<dyn Connection> = Arc::new(connection);

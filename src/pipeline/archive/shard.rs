@@ -252,6 +252,7 @@ mod tests {
     use crate::store::MemoryKv;
     use crate::wire::calls::{NodeView, RegisterAnswer};
     use crate::wire::order::Codec;
+    use crate::workers::Workers;
 
     /// A catalogue whose next compare-and-set is lost on the way there, or on the way back.
     struct Lossy {
@@ -337,8 +338,9 @@ mod tests {
         let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
         let kv = Arc::new(MemoryKv::new());
         let lease = Duration::from_secs(10);
+        let (workers, epoch) = (Workers::inline(), Epoch::default());
         let inner =
-            LocalCatalogue::open(kv, clock.clone(), entropy.clone(), lease, Epoch::default());
+            LocalCatalogue::open(kv, clock.clone(), entropy.clone(), &workers, lease, epoch);
         let (before, after) = Default::default();
         let catalogue = Arc::new(Lossy { inner: inner.unwrap(), before, after });
         let peer = Peer { role: Role::Node, name: "node-1".parse().unwrap() };

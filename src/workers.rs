@@ -26,7 +26,12 @@ impl Workers {
         Self { slots: None }
     }
 
-    /// Runs `job` and gives its result.
+    /// Slots of their own for work of another kind, which neither waits for these nor takes them; inline stays inline.
+    pub fn beside(&self, threads: usize) -> Self {
+        if self.slots.is_some() { Self::new(threads) } else { Self::inline() }
+    }
+
+    /// Runs `job` and gives its result. It runs to its end once it has begun, also when nobody waits for it any more.
     pub async fn run<T: Send + 'static>(
         &self,
         job: impl FnOnce() -> T + Send + 'static,

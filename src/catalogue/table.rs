@@ -1,0 +1,138 @@
+//! The catalogue's entries in a key-value store, changed one at a time.
+//!
+//! An entry, the revision counter and a sum over all entries change in one durable batch. The sum is checked at the start: a map that lost entries
+//! without a word (sled can, when its log is damaged) must not pass for the truth. Everything here blocks, changes until they are durable.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::map::{DATA, REVISION, SUM, check_sum, entry, number, summand};
+use super::records::NODES;
+use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome};
+use crate::kind::Kind;
+use crate::store::kv::{Batch, Kv};
+
+/// The entries.
+pub(super) struct Table {
+    kv: Arc<dyn Kv>,
+    is_read_only: AtomicBool,
+    /// The last revision that changed a node's record.
+    members: AtomicU64,
+    written: Mutex<Written>,
+}
+
+/// What every batch changes besides a key.
+struct Written {
+    revision: u64,
+    /// XOR of the first 16 bytes of BLAKE3 over each entry.
+    sum: u128,
+}
+
+impl Table {
+    /// Checks the sum of all that is in `kv`.
+    pub(super) fn open(kv: Arc<dyn Kv>) -> Result<Self, CatalogueError> {
+        let revision = number(kv.get(REVISION)?).unwrap_or(0);
+        let sum = check_sum(&*kv)?;
+        Ok(Self {
+            kv,
+            is_read_only: AtomicBool::new(false),
+            // Not the last change perhaps, but another number than any before it.
+            members: AtomicU64::new(revision),
+            written: Mutex::new(Written { revision, sum }),
+        })
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        self.is_read_only.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_read_only(&self, is_read_only: bool) {
+        self.is_read_only.store(is_read_only, Ordering::Release);
+    }
+
+    pub(super) fn refuse_if_read_only(&self) -> Result<(), CatalogueError> {
+        if self.is_read_only() {
+            let message = "the catalogue hears from less than half of the storage nodes and changes nothing: start more of them".to_owned();
+            return Err(CatalogueError::Refused { kind: Kind::Unavailable, message });
+        }
+        Ok(())
+    }
+
+    /// Is another number after each change of a node's record.
+    pub(super) fn members_revision(&self) -> u64 {
+        self.members.load(Ordering::Acquire)
+    }
+
+    pub(super) fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
+        let bytes = self.kv.get(format!("{DATA}{key}").as_bytes())?;
+        Ok(bytes.as_deref().and_then(entry))
+    }
+
+    /// See [`Catalogue::set`](super::Catalogue::set).
+    pub(super) fn set(
+        &self,
+        key: &str,
+        expected: Option<u64>,
+        value: Option<Vec<u8>>,
+    ) -> Result<SetOutcome, CatalogueError> {
+        if key.len() > MAX_KEY_BYTES {
+            let what = key.chars().take(64).collect();
+            return Err(CatalogueError::TooLong { what, bytes: key.len(), limit: MAX_KEY_BYTES });
+        }
+        let value_bytes = value.as_ref().map_or(0, Vec::len);
+        if value_bytes > MAX_VALUE_BYTES {
+            let what = format!("value of {key}");
+            return Err(CatalogueError::TooLong {
+                what,
+                bytes: value_bytes,
+                limit: MAX_VALUE_BYTES,
+            });
+        }
+        self.refuse_if_read_only()?;
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let full_key = format!("{DATA}{key}");
+        let before = self.kv.get(full_key.as_bytes())?;
+        let now = before.as_deref().and_then(entry);
+        if now.as_ref().map(|entry| entry.revision) != expected {
+            return Ok(SetOutcome::Other(now));
+        }
+        let revision = written.revision + 1;
+        let after = value.map(|value| [&revision.to_be_bytes()[..], &value].concat());
+        let change = |stored: &Option<Vec<u8>>| {
+            stored.as_deref().map_or(0, |stored| summand(&full_key, stored))
+        };
+        let sum = written.sum ^ change(&before) ^ change(&after);
+        let mut batch = Batch::new();
+        batch.put(REVISION, revision.to_be_bytes()).put(SUM, sum.to_be_bytes());
+        match after {
+            Some(stored) => batch.put(full_key, stored),
+            None => batch.delete(full_key),
+        };
+        self.kv.apply(&batch)?;
+        *written = Written { revision, sum };
+        if key.starts_with(NODES) {
+            self.members.store(revision, Ordering::Release);
+        }
+        Ok(SetOutcome::Set(revision))
+    }
+
+    /// See [`Catalogue::list`](super::Catalogue::list).
+    pub(super) fn list(
+        &self,
+        prefix: &str,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Vec<(String, Entry)>, CatalogueError> {
+        let after = after.map(|key| format!("{DATA}{key}"));
+        let page = self.kv.scan(
+            format!("{DATA}{prefix}").as_bytes(),
+            after.as_deref().map(str::as_bytes),
+            limit.min(MAX_PAGE) as usize,
+        )?;
+        let named = page.into_iter().filter_map(|(key, value)| {
+            let key = String::from_utf8(key).ok()?;
+            Some((key.strip_prefix(DATA)?.to_owned(), entry(&value)?))
+        });
+        Ok(named.collect())
+    }
+}

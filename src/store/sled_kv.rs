@@ -1,0 +1,440 @@
+//! The map over sled. The only file that names it.
+//!
+//! sled calls itself beta, and its own flush ends in `sync_file_range`, which is no barrier against a power cut
+//! (`docs/decisions/0003-sled-as-a-cache.md`). So after each batch its file is synced through a descriptor of
+//! ours. A map that has failed once may differ from what is on disk: it does nothing more until it is opened
+//! again. One that is damaged is never repaired; one that the system did not let us open stays where it is.
+
+use std::fs::File;
+use std::ops::Bound;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio_util::sync::CancellationToken;
+
+use super::disk::DiskLock;
+use super::kv::{Batch, Kv, KvError, MAX_PAGE, Maps, Pair, scan_start};
+
+/// How many broken folders are kept before opening fails: that many are no accident any more.
+const MAX_ASIDE: u32 = 16;
+
+/// How a map was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Opened {
+    /// There was none; it is empty.
+    Created,
+    /// It is the one that was there. Not a promise that it is complete: where its log is damaged in the middle,
+    /// sled gives back what lies before and says nothing.
+    Recovered,
+    /// The one that was there is damaged. It was moved aside, this one is empty and has to be filled again.
+    Rebuilt {
+        /// Where the old one is now.
+        moved_to: PathBuf,
+    },
+}
+
+/// A map in a folder, by sled.
+pub struct SledKv {
+    path: PathBuf,
+    db: sled::Db,
+    /// Ours, on sled's file: for the barrier that sled leaves out.
+    file: File,
+    sync: fn(&File) -> std::io::Result<()>,
+    /// One writer at a time: a leaf never grows beyond what [`MAX_VALUE_BYTES`] assumes.
+    writing: Mutex<()>,
+    /// Set by the first failure: what sled has in memory may not be what is on disk.
+    failed: CancellationToken,
+}
+
+impl SledKv {
+    /// Opens the map in the folder `path`, with a cache of `cache_capacity_bytes`.
+    ///
+    /// The lock of the data folder around it comes first, so that nothing that another daemon has open is
+    /// ever moved aside. A damaged folder is; one that the system did not let us open is left, with an error.
+    pub fn open(
+        _held: &DiskLock,
+        path: &Path,
+        cache_capacity_bytes: u64,
+    ) -> Result<(Self, Opened), KvError> {
+        let existed = path.exists();
+        refuse_if_in_use(path)?;
+        let open = || open_checked(path, cache_capacity_bytes, CancellationToken::new());
+        let damage = match open() {
+            Ok(kv) if existed => return Ok((kv, Opened::Recovered)),
+            Ok(kv) => return Ok((kv, Opened::Created)),
+            Err(error @ KvError::Damaged { .. }) if existed => error,
+            Err(error) => return Err(error),
+        };
+        let moved_to = move_aside(path)?;
+        tracing::error!(%damage, ?moved_to, "an empty index takes the place of the damaged one");
+        Ok((open()?, Opened::Rebuilt { moved_to }))
+    }
+
+    /// Is set when it has failed and does nothing more.
+    pub fn failed(&self) -> CancellationToken {
+        self.failed.clone()
+    }
+
+    fn refuse_if_failed(&self) -> Result<(), KvError> {
+        if self.failed.is_cancelled() {
+            return Err(KvError::Failed { path: self.path.display().to_string() });
+        }
+        Ok(())
+    }
+
+    /// What sled failed with. From here on nothing is read or written.
+    fn fail(&self, error: KvError) -> KvError {
+        tracing::error!(%error, "a map has failed; it is not used any more until the daemon is started again");
+        self.failed.cancel();
+        error
+    }
+
+    fn sled<T>(&self, result: sled::Result<T>) -> Result<T, KvError> {
+        result.map_err(|error| self.fail(sled_error("use", &self.path, error)))
+    }
+
+    fn barrier(&self) -> Result<(), KvError> {
+        self.sled(self.db.flush())?;
+        (self.sync)(&self.file).map_err(|error| self.fail(io_error("sync", &self.path, error)))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn fail_syncs(&mut self) {
+        self.sync = |_| Err(std::io::Error::other("a test"));
+    }
+}
+
+/// A map in a folder of its own, below the data folder.
+pub struct SledMaps {
+    path: PathBuf,
+    cache_capacity_bytes: u64,
+    failed: CancellationToken,
+}
+
+impl SledMaps {
+    /// The map at `path`; `_held` is the lock of the folder above.
+    pub fn new(_held: &DiskLock, path: PathBuf, cache_capacity_bytes: u64) -> Self {
+        Self { path, cache_capacity_bytes, failed: CancellationToken::new() }
+    }
+
+    /// Is set when a map that was opened here has failed and does nothing more.
+    pub fn failed(&self) -> CancellationToken {
+        self.failed.clone()
+    }
+
+    fn open(&self) -> Result<Arc<dyn Kv>, KvError> {
+        let kv = open_checked(&self.path, self.cache_capacity_bytes, self.failed.clone())?;
+        Ok(Arc::new(kv))
+    }
+}
+
+impl Maps for SledMaps {
+    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
+        if !self.path.exists() {
+            return Ok(None);
+        }
+        refuse_if_in_use(&self.path)?;
+        self.open().map(Some)
+    }
+
+    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
+        if self.path.exists() {
+            let moved_to = move_aside(&self.path)?;
+            tracing::warn!(path = ?self.path, ?moved_to, "an older map of the catalogue makes room");
+        }
+        self.open()
+    }
+}
+
+fn io_error(op: &'static str, path: &Path, source: std::io::Error) -> KvError {
+    KvError::Io { op, path: path.display().to_string(), source }
+}
+
+fn damaged(path: &Path, why: String) -> KvError {
+    KvError::Damaged { path: path.display().to_string(), why }
+}
+
+/// What the system refuses (no space, a failing disk) is no damage: the same folder may open later. sled's own findings are, also where
+/// they come as I/O errors: the system's are of other kinds.
+fn sled_error(op: &'static str, path: &Path, error: sled::Error) -> KvError {
+    use std::io::ErrorKind::{Other, UnexpectedEof};
+    match error {
+        sled::Error::Io(source) if !matches!(source.kind(), Other | UnexpectedEof) => {
+            io_error(op, path, source)
+        }
+        other => damaged(path, other.to_string()),
+    }
+}
+
+#[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait
+fn open_file(path: &Path) -> std::io::Result<File> {
+    File::open(path)
+}
+
+/// sled locks its file with `flock`; asking the same way tells a folder in use from a broken one.
+fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
+    let Ok(file) = open_file(&path.join("db")) else { return Ok(()) };
+    match file.try_lock() {
+        Err(std::fs::TryLockError::WouldBlock) => {
+            Err(KvError::InUse { path: path.display().to_string() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Opens, reads everything once (what is damaged shows now, when it can still be replaced), and makes the
+/// folder itself durable.
+fn open_checked(
+    path: &Path,
+    cache_capacity_bytes: u64,
+    failed: CancellationToken,
+) -> Result<SledKv, KvError> {
+    let open = || -> sled::Result<sled::Db> {
+        let db = sled::Config::new()
+            .path(path)
+            .cache_capacity(cache_capacity_bytes)
+            .flush_every_ms(None)
+            .open()?;
+        db.iter().try_for_each(|pair| pair.map(drop))?;
+        Ok(db)
+    };
+    // sled panics on some damage.
+    let db = catch_unwind(AssertUnwindSafe(open))
+        .map_err(|_| damaged(path, "it panicked while it was opened".to_owned()))?
+        .map_err(|error| sled_error("open", path, error))?;
+    let file_path = path.join("db");
+    let file = open_file(&file_path).map_err(|error| io_error("open", &file_path, error))?;
+    let folders = [Some(path), path.parent()].into_iter().flatten();
+    for folder in folders.filter(|folder| !folder.as_os_str().is_empty()) {
+        open_file(folder)
+            .and_then(|folder| folder.sync_all())
+            .map_err(|error| io_error("sync", folder, error))?;
+    }
+    let (path, sync) = (path.to_owned(), File::sync_data);
+    let kv = SledKv { path, db, file, sync, writing: Mutex::new(()), failed };
+    kv.barrier()?;
+    Ok(kv)
+}
+
+/// Gives a broken folder the first free name beside it.
+fn move_aside(path: &Path) -> Result<PathBuf, KvError> {
+    let free = (1..=MAX_ASIDE)
+        .map(|number| path.with_added_extension(format!("broken-{number}")))
+        .find(|aside| !aside.exists());
+    let aside = free.ok_or_else(|| {
+        damaged(path, format!("and {MAX_ASIDE} broken ones lie beside it: look at the disk"))
+    })?;
+    #[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait
+    std::fs::rename(path, &aside).map_err(|error| io_error("move aside", path, error))?;
+    Ok(aside)
+}
+
+impl Kv for SledKv {
+    fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
+        self.refuse_if_failed()?;
+        let value = self.sled(self.db.get(key))?;
+        Ok(value.map(|value| value.to_vec()))
+    }
+
+    fn apply(&self, batch: &Batch) -> Result<(), KvError> {
+        batch.check()?;
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let mut changes = sled::Batch::default();
+        for (key, value) in &batch.changes {
+            match value {
+                Some(value) => changes.insert(key.as_slice(), value.as_slice()),
+                None => changes.remove(key.as_slice()),
+            }
+        }
+        let _one = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.refuse_if_failed()?;
+        self.sled(self.db.apply_batch(changes))?;
+        self.barrier()
+    }
+
+    fn scan(
+        &self,
+        prefix: &[u8],
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<Vec<Pair>, KvError> {
+        self.refuse_if_failed()?;
+        let range = (scan_start(prefix, after), Bound::Unbounded);
+        let mut page = Vec::new();
+        for pair in self.db.range::<&[u8], _>(range).take(limit.min(MAX_PAGE)) {
+            let (key, value) = self.sled(pair)?;
+            if !key.starts_with(prefix) {
+                break;
+            }
+            page.push((key.to_vec(), value.to_vec()));
+        }
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods)] // damages sled's folder from outside
+mod tests {
+    use super::*;
+    use crate::kind::Kind;
+    use crate::store::MemoryKv;
+    use crate::store::kv::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
+    use crate::store::{Disk, RealDisk};
+
+    fn held(folder: &Path) -> DiskLock {
+        RealDisk::open(folder).unwrap().lock("lock").unwrap()
+    }
+
+    fn conforms(kv: &dyn Kv) {
+        let mut batch = Batch::new();
+        for key in ["a", "b/1", "b/2", "b/3", "c"] {
+            batch.put(key, key.to_uppercase());
+        }
+        batch.put("gone", "x").delete("gone").delete("never");
+        kv.apply(&batch).unwrap();
+        assert_eq!(kv.get(b"b/2").unwrap().unwrap(), b"B/2");
+        assert_eq!(kv.get(b"gone").unwrap(), None);
+        let keys = |prefix: &str, after: Option<&str>, limit| -> Vec<String> {
+            let page = kv.scan(prefix.as_bytes(), after.map(str::as_bytes), limit).unwrap();
+            page.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()).collect()
+        };
+        assert_eq!(keys("b/", None, 10), ["b/1", "b/2", "b/3"]);
+        assert_eq!(keys("b/", Some("b/1"), 1), ["b/2"]);
+        assert_eq!(keys("b/", Some("a"), 1), ["b/1"]);
+        assert_eq!(keys("b/", Some("c"), 10), Vec::<String>::new());
+        assert_eq!(keys("", None, 10).len(), 5);
+        let long = kv.apply(Batch::new().put("k", vec![0; MAX_VALUE_BYTES + 1]));
+        assert!(matches!(long, Err(KvError::TooLong { part: "value", .. })));
+        let long = kv.apply(Batch::new().put(vec![0; MAX_KEY_BYTES + 1], ""));
+        assert!(matches!(long, Err(KvError::TooLong { part: "key", .. })));
+    }
+
+    #[test]
+    fn both_maps_conform() {
+        conforms(&MemoryKv::new());
+        let folder = tempfile::tempdir().unwrap();
+        let (kv, opened) =
+            SledKv::open(&held(folder.path()), &folder.path().join("kv"), 1 << 20).unwrap();
+        assert_eq!(opened, Opened::Created);
+        conforms(&kv);
+    }
+
+    #[test]
+    fn what_was_applied_is_there_again_and_a_second_opening_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+        let (kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        kv.apply(Batch::new().put("k", "v")).unwrap();
+        let second = SledKv::open(&lock, &path, 1 << 20);
+        assert!(matches!(second, Err(KvError::InUse { .. })));
+        drop(kv);
+        let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
+    }
+
+    #[test]
+    fn values_of_the_longest_kind_never_leave_sleds_one_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kv");
+        let (kv, _) = SledKv::open(&held(folder.path()), &path, 1 << 20).unwrap();
+        let key = |at: u32| [vec![7; MAX_KEY_BYTES - 4], at.to_be_bytes().to_vec()].concat();
+        for round in 0..3 {
+            for at in 0..200u32 {
+                kv.apply(Batch::new().put(key(at * 37 % 200), vec![round; MAX_VALUE_BYTES]))
+                    .unwrap();
+            }
+        }
+        let blobs: Vec<_> = std::fs::read_dir(path.join("blobs")).unwrap().collect();
+        assert!(blobs.is_empty(), "{blobs:?}");
+    }
+
+    #[test]
+    fn a_damaged_folder_is_moved_aside() {
+        for damage in ["db", "conf"] {
+            let folder = tempfile::tempdir().unwrap();
+            let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+            let (kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+            for at in 0..500u32 {
+                kv.apply(Batch::new().put(at.to_be_bytes(), vec![1; 300])).unwrap();
+            }
+            drop(kv);
+            let file = path.join(damage);
+            let mut bytes = std::fs::read(&file).unwrap();
+            for byte in bytes.iter_mut().skip(20) {
+                *byte ^= 0x5a;
+            }
+            bytes.truncate(bytes.len() - 1);
+            std::fs::write(&file, bytes).unwrap();
+            let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+            // Damage that sled takes for an empty log opens as an empty map; reconciling fills both.
+            if let Opened::Rebuilt { moved_to } = &opened {
+                assert!(moved_to.ends_with("kv.broken-1") && moved_to.exists());
+            }
+            assert!(damage != "conf" || matches!(opened, Opened::Rebuilt { .. }), "{opened:?}");
+            kv.apply(Batch::new().put("k", "v")).unwrap();
+            assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
+        }
+    }
+
+    #[test]
+    fn what_the_system_refuses_moves_nothing_and_a_damaged_map_of_the_catalogue_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+        let maps = SledMaps::new(&lock, path.clone(), 1 << 20);
+        std::fs::write(&path, b"not a folder").unwrap();
+        for refused in [SledKv::open(&lock, &path, 1 << 20).err(), maps.existing().err()] {
+            assert!(matches!(refused, Some(KvError::Io { .. })), "{refused:?}");
+        }
+        assert_eq!(std::fs::read(&path).unwrap(), b"not a folder");
+        std::fs::remove_file(&path).unwrap();
+        drop(SledKv::open(&lock, &path, 1 << 20).unwrap());
+        std::fs::write(path.join("conf"), vec![0x5a; 40]).unwrap();
+        assert!(matches!(maps.existing().err(), Some(KvError::Damaged { .. })));
+        assert!(path.join("conf").exists());
+        maps.fresh().unwrap().apply(Batch::new().put("k", "v")).unwrap();
+        assert!(folder.path().join("kv.broken-1/conf").exists());
+    }
+
+    #[test]
+    fn errors_of_the_system_are_no_damage() {
+        let system = [28, 5].map(std::io::Error::from_raw_os_error);
+        for error in system.map(sled::Error::Io) {
+            // sled hands out copies of an error that it has kept: without its number.
+            for error in [error.clone(), error] {
+                assert_eq!(sled_error("use", Path::new("kv"), error).kind(), Kind::Io);
+            }
+        }
+        let short = sled::Error::Io(std::io::ErrorKind::UnexpectedEof.into());
+        assert_eq!(sled_error("use", Path::new("kv"), short).kind(), Kind::Corrupt);
+    }
+
+    #[test]
+    fn a_map_that_could_not_sync_does_nothing_until_it_is_opened_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+        let (mut kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        kv.apply(Batch::new().put("k", "old")).unwrap();
+        let failed = kv.failed();
+        kv.fail_syncs();
+        let error = kv.apply(Batch::new().put("k", "new")).unwrap_err();
+        assert!(matches!(error, KvError::Io { op: "sync", .. }) && failed.is_cancelled());
+        kv.sync = File::sync_data;
+        let refused = [
+            kv.get(b"k").err(),
+            kv.scan(b"", None, 1).err(),
+            kv.apply(Batch::new().put("k", "newer")).err(),
+        ];
+        for error in refused {
+            assert!(matches!(error, Some(KvError::Failed { .. })), "{error:?}");
+        }
+        drop(kv);
+        let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        assert_eq!(opened, Opened::Recovered);
+        let now = kv.get(b"k").unwrap().unwrap();
+        assert!(now == b"old" || now == b"new", "{now:?}");
+    }
+}

@@ -283,7 +283,7 @@ pub struct Generation {
 impl Generation {
     /// The generation that a new owner takes in a catalogue of `epoch`.
     pub fn next(self, epoch: Epoch) -> Self {
-        Self { epoch: epoch.max(self.epoch), counter: self.counter + 1 }
+        Self { epoch: epoch.max(self.epoch), counter: self.counter.saturating_add(1) }
     }
 }
 

@@ -134,6 +134,15 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     let gone = cluster.daemons.remove(0);
     gone.ended();
     std::fs::remove_dir_all(cluster.path("cluster/nodes/n1/data/catalogue")).unwrap();
+    // What is committed is read without it.
+    let found = cluster.run("ls").ok().out;
+    assert!(found.contains("job/2") && found.contains("commit marks"), "{found}");
+    for (step, data) in [("1", &old), ("latest", &new)] {
+        let restored = cluster.run(&format!("restore job/{step} --out away{step}")).ok();
+        assert!(restored.out.contains("found by its commit marks"), "{restored:?}");
+        assert!(cluster.read(&format!("away{step}/a.bin")) == *data, "step {step}");
+    }
+    cluster.run("save job/9 a.bin").fails(1, &["catalogue"]);
     let config = cluster.read("cluster/nodes/n3/rapidraid.toml");
     let config = String::from_utf8(config).unwrap();
     let advertise = config.lines().find(|line| line.starts_with("advertise")).unwrap();

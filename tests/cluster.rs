@@ -6,6 +6,8 @@ mod world;
 
 #[path = "cluster/admission.rs"]
 mod admission;
+#[path = "cluster/away.rs"]
+mod away;
 #[path = "cluster/plans.rs"]
 mod plans;
 #[path = "cluster/policy.rs"]

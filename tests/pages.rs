@@ -146,6 +146,8 @@ fn every_message_is_on_its_page() {
         "RemoveAnswer",
         "StepView",
         "ListAnswer",
+        "MarkedAnswer",
+        "MarkedSave",
         "ShowAnswer",
         "NodeView",
         "NodeStatusAnswer",

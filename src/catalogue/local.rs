@@ -1,6 +1,6 @@
 //! The catalogue's engine inside one daemon, over its key-value store.
 //!
-//! Entries are in a [`Table`], whose work runs off the network's threads. Leases live in memory, on this process's monotonic clock: after a start
+//! Entries are in a table, whose work runs off the network's threads. Leases live in memory, on this process's monotonic clock: after a start
 //! every lease that the records name counts as alive for one full period, so that a restart of the catalogue takes nothing from anybody.
 
 use std::collections::HashMap;

@@ -9,6 +9,7 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::{Catalogue, CatalogueError, Entry, SetOutcome};
+use crate::clock::deadline;
 use crate::format::records::Node;
 use crate::id::{Epoch, LeaseId, MapId, PeerName};
 use crate::net::Address;
@@ -21,6 +22,8 @@ use crate::wire::{Call, NodeAddress};
 
 /// Attempts to find and ask the catalogue before an operation fails.
 const ATTEMPTS: u32 = 4;
+/// All attempts together: less than what those wait who ask on behalf of others, so that they hear why.
+const ASK_LIMIT: Duration = Duration::from_secs(9);
 /// Wait before the second attempt; doubled each time.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
 /// One attempt to keep a lease or a registration: several fit into a lease, also while the connection to a home that died seems alive.
@@ -111,10 +114,7 @@ impl RemoteCatalogue {
             };
             found = self.ask_where(known).await.or(found);
         }
-        let (epoch, home) = found.map_err(|reason| CatalogueError::Unreachable {
-            seeds: self.seeds.join(", "),
-            reason,
-        })?;
+        let (epoch, home) = found.map_err(|reason| self.unreachable(reason))?;
         self.believe(epoch, home.clone());
         Ok(home)
     }
@@ -155,8 +155,26 @@ impl RemoteCatalogue {
         call: &C,
         limit: Duration,
     ) -> Result<C::Answer, CatalogueError> {
-        let mut wait = FIRST_WAIT;
         let mut last = None;
+        let attempts = self.attempts(call, limit, &mut last);
+        if let Ok(Ok(answer)) = deadline(&**self.caller.clock(), ASK_LIMIT, attempts).await {
+            return Ok(answer);
+        }
+        Err(last.unwrap_or_else(|| self.unreachable(format!("no answer within {ASK_LIMIT:?}"))))
+    }
+
+    fn unreachable(&self, reason: String) -> CatalogueError {
+        CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason }
+    }
+
+    /// Why the last attempt failed is in `last`, also when this is given up in the middle of the next.
+    async fn attempts<C: Call>(
+        &self,
+        call: &C,
+        limit: Duration,
+        last: &mut Option<CatalogueError>,
+    ) -> Result<C::Answer, ()> {
+        let mut wait = FIRST_WAIT;
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
                 self.caller.clock().sleep(wait).await;
@@ -165,30 +183,24 @@ impl RemoteCatalogue {
             let home = match self.find().await {
                 Ok(home) => home,
                 Err(error) => {
-                    last = Some(error);
+                    *last = Some(error);
                     continue;
                 }
             };
             match self.caller.call_within(&address(&home), call, limit).await {
                 Ok(answer) => return Ok(answer),
                 Err(CallError::Failed(failure)) if !failure.kind.is_transient() => {
-                    return Err(CatalogueError::Refused {
-                        kind: failure.kind,
-                        message: failure.message,
-                    });
+                    let (kind, message) = (failure.kind, failure.message);
+                    *last = Some(CatalogueError::Refused { kind, message });
+                    return Err(());
                 }
                 Err(error) => {
                     self.forget();
-                    let reason = error.to_string();
-                    last =
-                        Some(CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason });
+                    *last = Some(self.unreachable(error.to_string()));
                 }
             }
         }
-        Err(last.unwrap_or(CatalogueError::Unreachable {
-            seeds: self.seeds.join(", "),
-            reason: "no attempt was made".into(),
-        }))
+        Err(())
     }
 }
 

@@ -20,6 +20,8 @@ use crate::wire::calls::{RemoveAnswer, StepView};
 
 /// Shards that `show` lists; of more, only how many. JSON has them all.
 const LISTED: usize = 50;
+/// Under what was found without a catalogue.
+const BY_MARKS: &str = "no catalogue answers: this is what the nodes' commit marks say; `rapidraid status` shows who is away\n";
 
 /// The command `ls`.
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
@@ -53,7 +55,7 @@ fn step_json(view: &StepView) -> Map<String, Value> {
     let saved = &view.saved;
     let fields = json!({
         "job": view.job, "step": view.step, "save": saved.save.to_string(), "shards": saved.shards,
-        "bytes": saved.len_bytes, "generation": saved.generation.to_string(), "saved_at": saved.saved_at,
+        "by_marks": view.by_marks, "bytes": saved.len_bytes, "generation": saved.generation.to_string(), "saved_at": saved.saved_at,
     });
     fields.as_object().cloned().unwrap_or_default()
 }
@@ -77,7 +79,8 @@ impl Answer for Steps {
                 date(view.saved.saved_at),
             ]);
         }
-        table.render(paint)
+        let is_away = self.0.iter().any(|view| view.by_marks);
+        table.render(paint) + if is_away { BY_MARKS } else { "" }
     }
 }
 
@@ -167,6 +170,9 @@ impl Answer for Shown {
         if let Some((root, state)) = with_stripes {
             out.push_str(&format!("\nStripe 1 of {}\n\n", shown(root.name.as_str())));
             out.push_str(&picture::map(&holdings(root, state, 0, &report.nodes), self.style));
+        }
+        if view.by_marks {
+            out.push_str(BY_MARKS);
         }
         out
     }

@@ -27,6 +27,9 @@ const STRIPES_AT_ONCE: usize = 2;
 /// How often another way to read a stripe is looked for when the sources of the first have given out.
 const MAX_LOOKS: u32 = 3;
 
+/// The first incident of a restore without a catalogue.
+const BY_MARKS: &str = "no catalogue answers: the checkpoint was found by its commit marks";
+
 /// What to restore, and where to.
 pub struct RestoreRequest {
     /// The folder that is written to.
@@ -178,7 +181,9 @@ impl Client {
             workers: self.inner.workers.clone(),
             entropy: self.inner.entropy.clone(),
             directory: self.directory().await?,
-            incidents: Mutex::default(),
+            incidents: Mutex::new(
+                found.step.by_marks.then(|| BY_MARKS.to_owned()).into_iter().collect(),
+            ),
             rotten: Mutex::default(),
         });
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();

@@ -128,13 +128,32 @@ impl Node {
         if evidence.is_marked() {
             let asks = asked.iter().map(|node| async move {
                 let to = address(&node_address(node));
-                self.caller.call_within(&to, &Buried { save }, PAGE_LIMIT).await
+                self.caller.call_within(&to, &Buried { saves: vec![save] }, PAGE_LIMIT).await
             });
-            if try_join_all(asks).await?.contains(&true) {
+            if try_join_all(asks).await?.iter().any(|gone| !gone.is_empty()) {
                 evidence.bury();
             }
         }
         Ok(Some((save, evidence)))
+    }
+
+    /// All that `node` holds of a save.
+    pub(super) async fn holdings_of(
+        &self,
+        node: &NodeRecord,
+        save: SaveId,
+    ) -> Result<Vec<ShardHolding>, Failure> {
+        let (mut held, mut after) = (Vec::new(), None);
+        loop {
+            let call = Inventory { after, only: Some(save) };
+            let to = address(&node_address(node));
+            let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
+            held.extend(page.shards);
+            match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
+                Some(next) => after = Some(next),
+                None => return Ok(held),
+            }
+        }
     }
 
     /// Whether any of `nodes` has a commit mark of `save`; `None` when not all of them say.

@@ -91,7 +91,9 @@ impl Node {
         let mut members = None;
         loop {
             let mut lease = self.settings.lease;
-            match self.catalogue().register(&self.record()).await {
+            let registered = self.catalogue().register(&self.record()).await;
+            self.away.registered(registered.is_ok());
+            match registered {
                 Ok(answer) => {
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     let noted =
@@ -177,7 +179,7 @@ impl Node {
         Ok(now_met)
     }
 
-    fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
+    pub(super) fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
         self.hosted_catalogue()
             .ok_or_else(|| failure(Kind::Unavailable, "this node does not host the catalogue"))
     }

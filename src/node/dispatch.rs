@@ -19,9 +19,9 @@ use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, Claim, Commit,
     Drop, Fetch, GetRecord, GetState, Hello, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke,
-    LeaseTouch, List, Members, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark, PutPlaces,
-    PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove, Reserve, Run,
-    Seal, Show, Suspect, Sweep,
+    LeaseTouch, List, Marked, Members, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark,
+    PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove,
+    Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -36,6 +36,9 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 /// Requests up to this draw from memory of their own.
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
+/// Calls whose requests may be longer: they carry what grows with a stripe's blocks. Parsed, a list takes many times its bytes.
+const LONG_CALLS: &[u8] =
+    &[PutRecord::NUMBER, PutPlaces::NUMBER, PutReceipt::NUMBER, Reserve::NUMBER];
 /// Calls of one connection at once.
 const CALLS_AT_ONCE: usize = 256;
 
@@ -142,6 +145,13 @@ impl Node {
             let unknown = format!("call {number} is unknown here: the peer speaks a newer version");
             return self.refuse(served, failure(Kind::Invalid, unknown)).await;
         };
+        if request.frame.len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
+            let long = format!(
+                "{name} of {} bytes: it may have {SHORT_REQUEST_BYTES}",
+                request.frame.len()
+            );
+            return self.refuse(served, failure(Kind::Invalid, long)).await;
+        }
         if *who == Who::Nodes && served.peer.role != Role::Node {
             tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
             let denied =
@@ -245,7 +255,10 @@ impl Node {
             List::NUMBER => reply!(List => |call| self.list(call)),
             Show::NUMBER => reply!(Show => |call| self.show(call)),
             GetState::NUMBER => reply!(GetState => |call| self.get_state(call)),
-            Nodes::NUMBER => reply!(Nodes => |_| self.nodes()),
+            Nodes::NUMBER => {
+                let role = served.peer.role;
+                reply!(Nodes => |_| self.nodes(role))
+            }
             NodeStatus::NUMBER => reply!(NodeStatus => |_| self.status()),
             PolicyStatus::NUMBER => reply!(PolicyStatus => |call| self.policy_status(call)),
             PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
@@ -272,7 +285,8 @@ impl Node {
             Rebuild::NUMBER => reply!(Rebuild => |call| self.rebuild(call)),
             Claim::NUMBER => reply!(Claim => |call| self.claim(call)),
             Members::NUMBER => reply!(Members => |_| self.members()),
-            Buried::NUMBER => reply!(Buried => |call| self.is_tombstoned(call.save)),
+            Buried::NUMBER => reply!(Buried => |call| self.buried(call)),
+            Marked::NUMBER => reply!(Marked => |call| self.marked(call)),
             Inventory::NUMBER => reply!(Inventory => |call| self.inventory(call)),
             Archive::NUMBER => self.archive(request, served).await,
             PutBlock::NUMBER => self.put_block(request, served).await,

@@ -22,6 +22,7 @@ use crate::format::records::{
 };
 use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
+use crate::net::Role;
 use crate::pipeline::archive::shard_roots;
 use crate::topology::Directory;
 use crate::wire::Failure;
@@ -35,7 +36,7 @@ const MAX_REMOVING: usize = 32;
 /// The most shards of one save.
 const MAX_SHARDS: u32 = 65_536;
 /// Shards in one page of an answer.
-const SHARDS_PER_PAGE: usize = 128;
+pub(super) const SHARDS_PER_PAGE: usize = 128;
 /// Shards whose marks are written at once.
 const SHARDS_AT_ONCE: usize = 8;
 /// Marks of one shard written at once.
@@ -443,6 +444,13 @@ impl Node {
     }
 
     pub(super) async fn list(&self, call: List) -> Result<ListAnswer, Failure> {
+        match self.unless_away(self.list_known(call.clone())).await {
+            Some(answer) => answer,
+            None => self.list_away(call).await,
+        }
+    }
+
+    async fn list_known(&self, call: List) -> Result<ListAnswer, Failure> {
         let catalogue = self.catalogue();
         let prefix = match &call.job {
             Some(job) => format!("{CHECKPOINTS}{job}/"),
@@ -457,7 +465,7 @@ impl Node {
             if let (Some((job, step)), Some(saved)) =
                 (parse_checkpoint_key(key), checkpoint.committed)
             {
-                steps.push(StepView { job, step, saved });
+                steps.push(StepView { job, step, saved, by_marks: false });
             }
         }
         Ok(ListAnswer { steps, next })
@@ -467,7 +475,7 @@ impl Node {
     async fn latest(&self, job: &Job) -> Result<StepView, Failure> {
         let (mut after, mut latest) = (None, None);
         loop {
-            let page = self.list(List { job: Some(job.clone()), after }).await?;
+            let page = self.list_known(List { job: Some(job.clone()), after }).await?;
             latest = page.steps.into_iter().next_back().or(latest);
             match page.next {
                 Some(next) => after = Some(next),
@@ -483,6 +491,13 @@ impl Node {
     }
 
     pub(super) async fn show(&self, call: Show) -> Result<ShowAnswer, Failure> {
+        match self.unless_away(self.show_known(call.clone())).await {
+            Some(answer) => answer,
+            None => self.show_away(call).await,
+        }
+    }
+
+    async fn show_known(&self, call: Show) -> Result<ShowAnswer, Failure> {
         let catalogue = self.catalogue();
         let step = match call.step {
             None => self.latest(&call.job).await?,
@@ -491,7 +506,7 @@ impl Node {
                     read::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step)).await?;
                 let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
                 let saved = saved.ok_or_else(|| not_committed(&call.job, step))?;
-                StepView { job: call.job, step, saved }
+                StepView { job: call.job, step, saved, by_marks: false }
             }
         };
         let mut shards = Vec::new();
@@ -504,12 +519,25 @@ impl Node {
     }
 
     pub(super) async fn get_state(&self, call: GetState) -> Result<Option<ShardState>, Failure> {
-        let state = read::<ShardState>(&*self.catalogue(), &state_key(call.shard)).await?;
-        Ok(state.map(|(state, _)| state))
+        let known = async {
+            let state = read::<ShardState>(&*self.catalogue(), &state_key(call.shard)).await?;
+            Ok(state.map(|(state, _)| state))
+        };
+        match self.unless_away(known).await {
+            Some(answer) => answer,
+            None => self.state_away(call).await,
+        }
     }
 
-    pub(super) async fn nodes(&self) -> Result<Vec<NodeView>, Failure> {
-        Ok(self.catalogue().nodes().await?)
+    /// A node asks the catalogue's home: what is only believed here is no answer for it.
+    pub(super) async fn nodes(&self, asks: Role) -> Result<Vec<NodeView>, Failure> {
+        if asks == Role::Node {
+            return Ok(self.hosted()?.nodes().await?);
+        }
+        match self.unless_away(async { Ok(self.catalogue().nodes().await?) }).await {
+            Some(answer) => answer,
+            None => self.nodes_away().await,
+        }
     }
 
     /// The archiving is this daemon's task; the client watches it and may go.

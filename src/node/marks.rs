@@ -4,11 +4,12 @@ use std::sync::PoisonError;
 
 use super::Node;
 use super::failure::failure;
-use crate::format::records::{Fence, Record, Tombstone};
-use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
+use crate::format::records::{CommitMark, Fence, Record, Tombstone};
+use crate::id::{ClusterId, Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::Kind;
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
+use crate::wire::calls::MarkedSave;
 
 /// Small records of a shard or stripe, by name.
 pub(super) const LEAVES: &str = "leaves";
@@ -150,6 +151,26 @@ fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Fail
 /// Whether the save has a tombstone, or the grave that it left when its files were swept.
 fn is_buried(store: &Store, save: SaveId) -> Result<bool, StoreError> {
     Ok(store.get_small(save_scope(save), TOMBSTONE)?.is_some() || store.is_entombed(save)?)
+}
+
+/// What the commit mark of a shard says of its save, if it has a good one.
+pub(super) fn marked_save(
+    store: &Store,
+    cluster: ClusterId,
+    shard: ShardId,
+) -> Result<Option<MarkedSave>, StoreError> {
+    let bytes = store.get_small(Scope::Shard(shard), MARK)?;
+    let mark = bytes.and_then(|bytes| CommitMark::parse(&bytes).ok());
+    let fits = |mark: &CommitMark| {
+        mark.cluster == cluster && mark.root.shard == shard && mark.saved.save == shard.save()
+    };
+    Ok(mark.filter(fits).map(|mark| MarkedSave {
+        job: mark.root.job,
+        step: mark.root.step,
+        saved: mark.saved,
+        n: mark.root.n,
+        k: mark.root.k,
+    }))
 }
 
 /// Parses a tombstone of this cluster.

@@ -3,6 +3,7 @@
 //! [`Node`] is the logic over traits, so that a cluster of them runs in one process; [`Daemon`] is one on the real machine.
 //! Any node is a gateway: a client may ask any of them for anything.
 
+mod away;
 mod blocks;
 mod census;
 mod collect;
@@ -171,6 +172,7 @@ pub struct Node {
     /// Nodes that introduced themselves.
     met: Mutex<BTreeMap<PeerName, formats::Node>>,
     policy: Mutex<policy::Desk>,
+    away: away::Away,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -231,6 +233,7 @@ impl Node {
             rebuilding: tokio::sync::Mutex::default(),
             met: Mutex::default(),
             policy,
+            away: away::Away::default(),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),

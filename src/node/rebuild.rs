@@ -23,7 +23,7 @@ use crate::id::{Epoch, Generation, LeaseId, MapId, NodeId, StripeId};
 use crate::kind::Kind;
 use crate::wire::Failure;
 use crate::wire::calls::{
-    ArchiveOptions, Claim, Members, PlanChoice, PutMark, Rebuild, RebuildAnswer,
+    ArchiveOptions, Claim, HelloAnswer, Members, PlanChoice, PutMark, Rebuild, RebuildAnswer,
 };
 use crate::wire::order::Codec;
 
@@ -38,6 +38,8 @@ impl Node {
         self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
         self.remote.expect(call.epoch, call.map);
         self.remote.believe(call.epoch, call.home);
+        // Whoever reads asks the new home first.
+        self.away.registered(true);
         Ok(())
     }
 
@@ -72,10 +74,11 @@ impl Node {
             let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
             return Err(failure(Kind::Exists, text));
         }
-        let (members, latest) = self.gather_members().await?;
+        let (members, heard) = self.gather_members().await?;
+        let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
         let epoch = Epoch(latest.max(self.store.epoch()).0 + 1);
         let generation = Generation { epoch, counter: 0 };
-        let reached = self.reached(&members).await;
+        let reached = been_here(heard);
         enough(&members, &reached, self.configured_codes(), accept_loss)?;
         // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
         let preview = self.census(&storage(&reached), generation).await?;
@@ -127,15 +130,10 @@ impl Node {
         self.settings.codes.iter().copied()
     }
 
-    /// Those of `members` that answer and have been part of the cluster: an empty node has nothing to say.
-    async fn reached(&self, members: &[NodeRecord]) -> Vec<NodeRecord> {
-        let answers = self.hello_all(members).await.into_iter();
-        let has_seen = answers.filter(|(_, hello)| hello.epoch > Epoch::default());
-        has_seen.map(|(node, _)| node).collect()
-    }
-
-    /// All nodes that any reached node has heard of, and the greatest epoch.
-    async fn gather_members(&self) -> Result<(Vec<NodeRecord>, Epoch), Failure> {
+    /// All nodes that any reached node has heard of, and what those say that answer.
+    pub(super) async fn gather_members(
+        &self,
+    ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), Failure> {
         let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
         let add = |nodes: Vec<NodeRecord>, known: &mut BTreeMap<_, NodeRecord>| {
             let before = known.len();
@@ -146,11 +144,10 @@ impl Node {
         };
         add(vec![self.record()], &mut known);
         add(self.members().await?, &mut known);
-        let mut latest = Epoch::default();
+        let mut reached = Vec::new();
         for _ in 0..MEMBER_ROUNDS {
             let nodes: Vec<NodeRecord> = known.values().cloned().collect();
-            let reached = self.hello_all(&nodes).await;
-            latest = reached.iter().map(|(_, hello)| hello.epoch).max().unwrap_or(latest);
+            reached = self.hello_all(&nodes).await;
             let asks = reached.iter().map(|(node, _)| async {
                 let to = node_address(node);
                 self.caller.call(&to, &Members {}).await.unwrap_or_default()
@@ -160,7 +157,7 @@ impl Node {
                 break;
             }
         }
-        Ok((known.into_values().collect(), latest))
+        Ok((known.into_values().collect(), reached))
     }
 
     /// Has `map` claimed as the catalogue of `epoch`; answers with the nodes that did.
@@ -249,6 +246,12 @@ impl Node {
         answer.steps += 1;
         Ok(())
     }
+}
+
+/// Those that have been part of the cluster: an empty node has nothing to say.
+pub(super) fn been_here(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
+    let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
+    has_seen.map(|(node, _)| node).collect()
 }
 
 /// The code of a stripe whose archiving began and has not ended.

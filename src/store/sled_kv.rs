@@ -41,7 +41,7 @@ pub struct SledKv {
     /// Ours, on sled's file: for the barrier that sled leaves out.
     file: File,
     sync: fn(&File) -> std::io::Result<()>,
-    /// One writer at a time: a leaf never grows beyond what [`MAX_VALUE_BYTES`] assumes.
+    /// One writer at a time: a leaf never grows beyond what [`MAX_VALUE_BYTES`](super::kv::MAX_VALUE_BYTES) assumes.
     writing: Mutex<()>,
     /// Set by the first failure: what sled has in memory may not be what is on disk.
     failed: CancellationToken,

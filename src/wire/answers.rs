@@ -62,6 +62,30 @@ pub struct InventoryAnswer {
     pub next: Option<(ShardId, Option<u32>)>,
 }
 
+/// Answer to [`Marked`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MarkedAnswer {
+    /// The saves, by id; one with several shards may come more than once.
+    pub saves: Vec<MarkedSave>,
+    /// Where the next page begins; `None` when this was the last.
+    pub next: Option<ShardId>,
+}
+
+/// A save as its commit mark has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MarkedSave {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// What was committed.
+    pub saved: Saved,
+    /// Pieces of its code.
+    pub n: u8,
+    /// Blocks of its code.
+    pub k: u8,
+}
+
 /// What a node holds of a shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardHolding {
@@ -208,6 +232,8 @@ pub struct StepView {
     pub step: Step,
     /// What is committed.
     pub saved: Saved,
+    /// Whether its commit marks say so, because no catalogue answers.
+    pub by_marks: bool,
 }
 
 /// Answer to [`List`].

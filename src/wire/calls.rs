@@ -318,11 +318,16 @@ calls! {
         /// Only this save.
         only: Option<SaveId>,
     } -> InventoryAnswer;
-    /// Whether this node has removed the save, or is to.
+    /// Those of some saves (at most 256) that this node has removed, or is to.
     63 Nodes Buried {
-        /// The save.
-        save: SaveId,
-    } -> bool;
+        /// The saves.
+        saves: Vec<SaveId>,
+    } -> Vec<SaveId>;
+    /// Saves that this node has a commit mark of, by pages.
+    64 Nodes Marked {
+        /// Where the page begins: behind this shard.
+        after: Option<ShardId>,
+    } -> MarkedAnswer;
     /// Adds a place to a stripe record after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

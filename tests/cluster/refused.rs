@@ -11,16 +11,16 @@ use rapidraid::format::records::{
     CommitMark, Leaves, Receipt, Record, RemoveReason, ShardRoot, StripeState, Tombstone,
 };
 use rapidraid::gf::Fingerprint;
-use rapidraid::id::{Attempt, Epoch, Generation, NodeId, ShardId, Step, StripeId};
+use rapidraid::id::{Attempt, Epoch, Generation, NodeId, SaveId, ShardId, Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::net::call::CallError;
 use rapidraid::net::frame::FramedRecv;
 use rapidraid::net::{NetError, Role};
 use rapidraid::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output};
 use rapidraid::wire::calls::{
-    ALL, CatalogueSet, Drop, Fetch, Hello, LeaseRevoke, NodeStatus, PlanChoice, PutBlock, PutMark,
-    PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName, Register, Release, Reserve, Run,
-    Sweep,
+    ALL, Begin, CatalogueSet, Drop, Fetch, Hello, LeaseRevoke, NodeStatus, PlanChoice, PutBlock,
+    PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName, Register, Release,
+    Reserve, Run, Sweep,
 };
 use rapidraid::wire::order::{Codec, HopOrder, InputOrder, Order, OutputOrder};
 use rapidraid::wire::{
@@ -351,6 +351,17 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
             Err(NetError::Stopped { .. })
         ));
     }
+    // A list that would take many times its bytes once it is parsed.
+    let call = Begin {
+        job: job(),
+        step: Step(9),
+        replace: false,
+        save: SaveId([9; 12]),
+        avoid: vec![NodeId(1); 70_000],
+    };
+    let refused = client.ask(&to, &call).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
+    assert!(refused.to_string().contains("it may have 65536"), "{refused}");
     // As many as a connection may have, each with the beginning of a request and no more.
     let mut halves = Vec::new();
     for _ in 0..200 {

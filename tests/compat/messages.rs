@@ -122,7 +122,7 @@ fn run_report() -> RunReport {
 }
 
 fn step_view() -> StepView {
-    StepView { job: root().job, step: Step(1000), saved: saved() }
+    StepView { job: root().job, step: Step(1000), saved: saved(), by_marks: false }
 }
 
 fn archive_events(calls: &mut Calls) {
@@ -327,6 +327,12 @@ fn inventory() -> InventoryAnswer {
     InventoryAnswer { shards: vec![held], next: Some((shard, None)) }
 }
 
+fn marked() -> MarkedAnswer {
+    let StepView { job, step, saved, .. } = step_view();
+    let saves = vec![MarkedSave { job, step, saved, n: 16, k: 11 }];
+    MarkedAnswer { saves, next: Some(stripe().shard) }
+}
+
 fn rebuilt() -> RebuildAnswer {
     RebuildAnswer {
         epoch: GENERATION.epoch,
@@ -353,7 +359,9 @@ fn orders(calls: &mut Calls) {
         .both(PutMark { bytes: bytes.clone(), epoch: generation.epoch }, ())
         .both(Claim { epoch: generation.epoch, map: MAP, home: address() }, ())
         .both(Members {}, vec![node("node-1")])
-        .both(Buried { save: SAVE }, true)
+        .both(Buried { saves: vec![SAVE] }, vec![SAVE])
+        .both(Marked { after: Some(stripe.shard) }, marked())
+        .request(", all", Marked { after: None })
         .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())
         .request(", all", Inventory { after: None, only: None })
         .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())

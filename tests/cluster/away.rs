@@ -1,0 +1,127 @@
+//! While no catalogue answers what is committed is still listed, shown and restored, by its commit marks (docs/semantics.md, 6).
+
+use rapidraid::client::{Client, SaveOptions};
+use rapidraid::format::records::{ShardState, StripeState};
+use rapidraid::id::{Attempt, Step};
+use rapidraid::kind::Kind;
+use rapidraid::net::Role;
+use rapidraid::store::Scope;
+use rapidraid::wire::calls::PlanChoice;
+
+use crate::world::raw::{block_call, finish_block};
+use crate::world::{
+    World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
+};
+
+const BLOCK: u64 = 64 << 10;
+const LEN: usize = 5 * BLOCK as usize - 1000;
+
+async fn assert_exact(client: &Client, step: u64, seed: u64) {
+    let (out, report) = restore(client, step).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, seed), "step {step}");
+    assert!(report.incidents.iter().any(|line| line.contains("commit marks")), "{report:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn checkpoints_are_found_and_read_without_a_catalogue() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    for step in 1..=5 {
+        save(&client, step, &[("weights", &content(LEN, step)), ("empty", &content(0, 1))]).await;
+    }
+    for (step, plan) in [(1, PlanChoice::Chain), (2, PlanChoice::BestStar)] {
+        client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap();
+    }
+    // Step 4 is replaced, and the node that is away while step 5 is removed has its marks still.
+    let replaced = vec![shard("weights", &content(LEN, 40))];
+    client.save(&job(), Step(4), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
+    world.until("the replaced save gone", || world.catalogue_keys("s/").len() == 5 + 4).await;
+    world.kill(6).await;
+    client.remove(&job(), Step(5)).await.unwrap();
+    world.boot(6);
+    world.until_live(6).await;
+    let before = client.list(None).await.unwrap();
+    let shown = client.show(&job(), Some(Step(1))).await.unwrap();
+
+    world.kill(0).await;
+    let client = world.client_of(1);
+    let mut listed = client.list(None).await.unwrap();
+    assert!(listed.iter().all(|view| view.by_marks));
+    listed.iter_mut().for_each(|view| view.by_marks = false);
+    assert_eq!(listed, before);
+    assert_eq!(client.list(Some(&"other".parse().unwrap())).await.unwrap(), []);
+    let found = client.show(&job(), Some(Step(1))).await.unwrap();
+    for ((root, state), (known, before)) in found.shards.iter().zip(&shown.shards) {
+        assert_eq!(root, known);
+        let attempts = |state: &ShardState| -> Vec<Option<Attempt>> {
+            let attempt = |state| match state {
+                StripeState::Archived { attempt, .. } => Some(attempt),
+                _ => None,
+            };
+            state.states().map(attempt).collect()
+        };
+        assert_eq!(attempts(state), attempts(before));
+    }
+    for (step, seed) in [(1, 1), (2, 2), (3, 3), (4, 40)] {
+        assert_exact(&client, step, seed).await;
+    }
+    assert_eq!(restore_error(&client, 5).await.kind(), Kind::NotFound);
+    assert_eq!(client.show(&job(), None).await.unwrap().step.step, Step(4));
+
+    // One more may be away with (4,2): what it alone could know is on another node too.
+    world.kill(3).await;
+    tokio::time::sleep(std::time::Duration::from_secs(6)).await;
+    for (step, seed) in [(1, 1), (4, 40)] {
+        assert_exact(&client, step, seed).await;
+    }
+    world.kill(2).await;
+    tokio::time::sleep(std::time::Duration::from_secs(6)).await;
+    let refused = restore_error(&client, 1).await;
+    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    for name in ["node02", "node03", "at most 1"] {
+        assert!(refused.to_string().contains(name), "{refused}");
+    }
+    // Writing needs the catalogue.
+    let refused = client.remove(&job(), Step(1)).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    for index in [0, 2, 3] {
+        world.boot(index);
+    }
+    world.until_live(6).await;
+    let client = world.client();
+    assert_eq!(client.list(None).await.unwrap(), before);
+    let (_, report) = restore(&client, 1).await.unwrap();
+    assert_eq!(report.incidents, Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let root = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
+    // A save of step 2 that has come as far as a block.
+    let voice = world.voice(Role::Client, "slow");
+    let to = world.node_address(1);
+    let begun = voice.begin(&to, 2).await.unwrap();
+    let bytes = content(60_000, 1);
+    let mut exchange = voice.open_block(&to, &block_call(&begun, bytes.len())).await.unwrap();
+    finish_block(&mut exchange, &bytes, &bytes).await.unwrap();
+
+    let marked: Vec<usize> = (1..=6)
+        .filter(|index| {
+            let store = world.nodes[index].store();
+            store.get_small(Scope::Shard(root.shard), "commit").unwrap().is_some()
+        })
+        .collect();
+    world.kill(0).await;
+    for index in &marked[1..] {
+        world.nodes[index].store().remove_small(Scope::Shard(root.shard), "commit").unwrap();
+    }
+    let client = world.client_of(2);
+    let steps: Vec<Step> =
+        client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
+    assert_eq!(steps, [Step(1)]);
+    assert_exact(&client, 1, 1).await;
+    assert_eq!(restore_error(&client, 2).await.kind(), Kind::NotFound);
+}

@@ -23,7 +23,7 @@ mod steps;
 pub mod table;
 mod trace;
 mod transfer;
-mod words;
+pub mod words;
 
 use std::collections::BTreeMap;
 use std::io;

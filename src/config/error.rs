@@ -61,7 +61,7 @@ pub enum ConfigError {
     Unknown {
         /// Where it stands.
         place: Place,
-        /// The setting.
+        /// The setting, cut to 80 characters.
         key: String,
         /// Whose configuration it is: "a node" or "a client".
         reader: &'static str,

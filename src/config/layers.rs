@@ -57,17 +57,13 @@ impl Value {
     }
 
     fn found(&self) -> String {
-        let text = match self {
+        brief(match self {
             Value::Text(text) | Value::Bare(text) => format!("{text:?}"),
             Value::Integer(number) => number.to_string(),
             Value::Flag(flag) => flag.to_string(),
             Value::List(items) => format!("{items:?}"),
             Value::Other(what) => (*what).to_owned(),
-        };
-        match text.char_indices().nth(80) {
-            Some((cut, _)) => format!("{}...", &text[..cut]),
-            None => text,
-        }
+        })
     }
 
     pub(super) fn text(&self) -> Option<&str> {
@@ -157,7 +153,7 @@ impl<'a> Layers<'a> {
         }
         let tables = tables.into_iter().map(|(key, byte)| (key, line_of(text, byte))).collect();
         if let Some(key) = sources.options.keys().find(|key| !known.contains(&key.as_str())) {
-            return Err(unknown(key, None, Place::Option(key.clone())));
+            return Err(unknown(key, None, Place::Option(brief(key.clone()))));
         }
         Ok(Self { sources, file, tables, known })
     }
@@ -257,9 +253,18 @@ pub fn variable_of(key: &str) -> String {
     format!("RAPIDRAID_{}", key.to_ascii_uppercase().replace('.', "_"))
 }
 
-/// A key as it is written: with the table's name for the `*`.
+/// What somebody wrote, as a message quotes it: at most 80 characters.
+fn brief(text: String) -> String {
+    match text.char_indices().nth(80) {
+        Some((cut, _)) => format!("{}...", &text[..cut]),
+        None => text,
+    }
+}
+
+/// A key as it is written: with the table's name for the `*`, both cut.
 fn spelled(key: &str, table: Option<&str>) -> String {
-    table.map_or_else(|| key.to_owned(), |name| key.replace('*', &format!("{name:?}")))
+    let key = brief(key.to_owned());
+    table.map_or_else(|| key.clone(), |name| key.replace('*', &brief(format!("{name:?}"))))
 }
 
 /// The leaves of a file with dotted keys, and the place of each. A table under a name that is no section is listed as

@@ -148,6 +148,13 @@ fn mistakes_are_named_with_place_finding_and_expectation() {
     let long = format!("name = \"{}\"", "x".repeat(500));
     let error = with(&long, &[], &[]).unwrap_err().to_string();
     assert!(error.len() < 400, "{error}");
+    let long = "x".repeat(MAX_FILE_BYTES / 2);
+    for text in [format!("{long} = 1"), format!("[policy.job.\"{long}\"]\n{long} = 1")] {
+        let error = with(&text, &[], &[]).unwrap_err().to_string();
+        assert!(error.len() < 1000, "an error of {} bytes", error.len());
+    }
+    let error = with(&base, &[], &[(&long, "1")]).unwrap_err().to_string();
+    assert!(error.len() < 1000, "an error of {} bytes", error.len());
     let huge = " ".repeat(MAX_FILE_BYTES + 1);
     assert!(matches!(with(&huge, &[], &[]), Err(ConfigError::TooLong { .. })));
 }

@@ -4,6 +4,7 @@
 //! never in silence. The last line is always `N passed, N failed`.
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
+mod fuzz;
 mod mutants;
 mod recipe;
 mod soak;
@@ -16,6 +17,7 @@ cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, doc tests
 cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
+cargo xtask fuzz [--seconds N] [--target T] [--seed S]    the fuzz targets for N seconds in all (60)
 cargo xtask help    this text
 
 The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
@@ -26,20 +28,17 @@ fn main() -> ExitCode {
         ["test"] => recipe::test(),
         ["mutants"] => mutants::run(None),
         ["mutants", part] => mutants::run(Some(part)),
-        ["soak", rest @ ..] => match soak::parse(rest) {
-            Ok(what) => soak::soak(&what),
-            Err(why) => {
-                eprintln!("{why}\n\n{HELP}");
-                ExitCode::from(2)
-            }
-        },
+        ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),
+        ["fuzz", rest @ ..] => fuzz::parse(rest).map_or_else(misused, |what| fuzz::fuzz(&what)),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS
         }
-        other => {
-            eprintln!("cargo xtask knows no recipe {:?}\n\n{HELP}", other.join(" "));
-            ExitCode::from(2)
-        }
+        other => misused(format!("cargo xtask knows no recipe {:?}", other.join(" "))),
     }
+}
+
+fn misused(why: String) -> ExitCode {
+    eprintln!("{why}\n\n{HELP}");
+    ExitCode::from(2)
 }

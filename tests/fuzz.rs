@@ -1,0 +1,66 @@
+//! Foreign bytes: every parser of what comes over the network, from a disk, or from people is fed damaged inputs. It does not panic,
+//! takes no memory for lengths that are only claimed, and what it accepts it also writes and reads again.
+//!
+//! The suite runs some thousands of cases of each target, always the same ones; `cargo xtask fuzz` runs for as long as one likes.
+#![allow(clippy::disallowed_methods)] // reads fixtures, writes what it finds, and stops by the clock
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
+
+#[path = "fuzz/files.rs"]
+mod files;
+#[path = "fuzz/fixtures.rs"]
+mod fixtures;
+#[path = "fuzz/frames.rs"]
+mod frames;
+#[path = "fuzz/identities.rs"]
+mod identities;
+#[path = "fuzz/memory.rs"]
+mod memory;
+#[path = "fuzz/mutate.rs"]
+mod mutate;
+#[path = "fuzz/orders.rs"]
+mod orders;
+#[path = "fuzz/records.rs"]
+mod records;
+#[path = "fuzz/target.rs"]
+mod target;
+#[path = "fuzz/text.rs"]
+mod text;
+#[path = "fuzz/wire.rs"]
+mod wire;
+
+#[global_allocator]
+static ALLOCATOR: memory::Counting = memory::Counting;
+
+macro_rules! targets {
+    ($($module:ident::$name:ident),* $(,)?) => {
+        /// How many there are: they share the time of a long run.
+        const TARGETS: &[&str] = &[$(stringify!($name)),*];
+
+        $(
+            #[test]
+            fn $name() {
+                let target = $module::$name();
+                assert_eq!(target.name, stringify!($name), "a test has the name of its target");
+                target::play(&target, TARGETS.len());
+            }
+        )*
+    };
+}
+
+targets![
+    wire::requests,
+    wire::answers,
+    wire::messages,
+    wire::evidence,
+    frames::frames,
+    orders::orders,
+    records::records,
+    records::record_bodies,
+    records::folders,
+    files::files,
+    files::tails,
+    text::names,
+    text::configurations,
+    text::code_reports,
+    identities::identities,
+];

@@ -1,0 +1,219 @@
+//! Records at rest: as they are, where every change must be noticed, and with hostile bodies under a right checksum.
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use rapidraid::catalogue::records::Archiving;
+use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
+use rapidraid::format::file::FileHeader;
+use rapidraid::format::records::{
+    Checkpoint, CommitMark, Fence, Leaves, Members, Node, Receipt, Record, Removing, ShardRoot,
+    ShardState, StripeRecord, StripeState, Tombstone,
+};
+use rapidraid::id::{ClusterId, PeerName, SaveId};
+use rapidraid::store::kv::Batch;
+use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store, StoreError};
+
+use crate::fixtures;
+use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
+use crate::wire::MESSAGE;
+
+const HEAD_BYTES: usize = 10;
+const CHECKSUM_BYTES: usize = 16;
+const SAVE: SaveId = SaveId([0x5a; 12]);
+
+fn golden() -> Vec<Vec<u8>> {
+    fixtures::lines("format/v1/records.txt").into_iter().map(|(_, bytes)| bytes).collect()
+}
+
+/// `body` in an envelope of its own, checksum and all.
+pub fn sealed(kind: u8, body: &[u8]) -> Vec<u8> {
+    let mut bytes = [b"rRd1", &[kind, 1][..], &(body.len() as u32).to_le_bytes(), body].concat();
+    let sum = blake3::hash(&bytes);
+    bytes.extend(&sum.as_bytes()[..CHECKSUM_BYTES]);
+    bytes
+}
+
+/// What a record's envelope is around.
+pub fn body_of(sealed: &[u8]) -> &[u8] {
+    &sealed[HEAD_BYTES..sealed.len() - CHECKSUM_BYTES]
+}
+
+/// Kind and body of each golden record.
+fn bodies() -> Vec<Vec<u8>> {
+    let of = |bytes: Vec<u8>| [&bytes[4..5], body_of(&bytes)].concat();
+    golden().into_iter().map(of).collect()
+}
+
+fn record<R: Record + PartialEq + Debug>(
+    bytes: &[u8],
+    used: impl Fn(R) -> Result<(), String>,
+) -> Verdict {
+    let (value, peak_bytes) = round_trip(MESSAGE, bytes, R::parse, R::to_bytes)?;
+    let accepted = value.is_some();
+    value.map_or(Ok(()), used)?;
+    Ok(Seen { accepted, peak_bytes })
+}
+
+fn law(holds: bool, what: &str) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(what.to_owned()) }
+}
+
+/// The law of a record's kind, and what is then done with the value.
+fn parsed(bytes: &[u8]) -> Verdict {
+    let plain = |_: &dyn Debug| Ok(());
+    match bytes.get(4) {
+        Some(1) => record(bytes, use_root),
+        Some(2) => record(bytes, use_state),
+        Some(3) => record(bytes, |value: Checkpoint| plain(&value)),
+        Some(4) => record(bytes, use_stripe),
+        Some(5) => record(bytes, |mark: CommitMark| use_root(mark.root)),
+        Some(6) => record(bytes, |value: Receipt| plain(&value)),
+        Some(7) => record(bytes, |value: Tombstone| plain(&value)),
+        Some(8) => record(bytes, |value: Fence| plain(&value)),
+        Some(10) => {
+            let kind = RecordKind::FileHeader;
+            let parse = |bytes: &[u8]| open_record::<FileHeader>(kind, 1..=1, bytes);
+            round_trip(MESSAGE, bytes, parse, |value| seal_record(kind, 1, value)).map(seen)
+        }
+        Some(11) => record(bytes, |value: Node| plain(&value)),
+        Some(13) => record(bytes, |leaves: Leaves| use_root(leaves.root)),
+        Some(14) => record(bytes, |value: Archiving| plain(&value)),
+        Some(15) => record(bytes, |value: Removing| plain(&value)),
+        Some(16) => record(bytes, |value: Members| plain(&value)),
+        _ => Ok(Seen::default()),
+    }
+}
+
+fn use_root(root: ShardRoot) -> Result<(), String> {
+    let Ok(geometry) = root.geometry() else { return Ok(()) };
+    let stripes = geometry.stripes();
+    law(geometry.stripe(stripes).is_none(), "there is a stripe past the last")?;
+    let last = stripes.checked_sub(1).and_then(|index| geometry.stripe(index));
+    let end = last.map_or(0, |cut| cut.offset_bytes + cut.len_bytes);
+    law(end == root.len_bytes, "the last stripe does not end where the shard does")?;
+    let blocks = |cut: rapidraid::format::geometry::StripeCut| {
+        (0..cut.k).map(|block| cut.block_len(block)).sum::<u64>() == cut.len_bytes
+    };
+    law(last.is_none_or(blocks), "the blocks are not the stripe")
+}
+
+fn use_state(state: ShardState) -> Result<(), String> {
+    let _ = state.stripe(u32::MAX);
+    let was = state.stripe(100);
+    let mut set = state.clone();
+    let done = set.set(100, StripeState::Replicated);
+    law(was.is_some() || !done, "a stripe was set that is not there")?;
+    let expected = if done { Some(StripeState::Replicated) } else { was };
+    law(set.stripe(100) == expected && set.stripe(99) == state.stripe(99), "set sets another")
+}
+
+/// Opens the fixed part as if the commit had fixed it: its own content has to be checked too.
+fn use_stripe(record: StripeRecord) -> Result<(), String> {
+    let parse = |(_, bytes): (String, Vec<u8>)| ShardRoot::parse(&bytes).ok();
+    let root = fixtures::lines("format/v1/records.txt").into_iter().find_map(parse);
+    let root = root.ok_or("no golden root")?;
+    let leaves = Leaves { root: root.clone(), hashes: vec![[0; 32], record.leaf()] };
+    let Ok(fixed) = record.open(&root, &leaves, 1) else { return Ok(()) };
+    law(fixed.blocks.len() == usize::from(root.k), "a stripe of another number of blocks")?;
+    law(record.places.len() == usize::from(root.n), "a stripe in another number of places")
+}
+
+/// As they are: nothing but a golden record is believed, whatever was changed.
+pub fn records() -> Target {
+    // Those of the data folder, of kinds that have no type of their own, are opened with the folder.
+    let corpus: Vec<Vec<u8>> =
+        golden().into_iter().filter(|bytes| ![9, 12, 17].contains(&bytes[4])).collect();
+    let whole: BTreeSet<Vec<u8>> = corpus.iter().cloned().collect();
+    let check = move |bytes: &[u8]| match parsed(bytes)? {
+        Seen { accepted: true, .. } if !whole.contains(bytes) => {
+            Err("a damaged record is believed".into())
+        }
+        seen => Ok(seen),
+    };
+    Target { name: "records", cases: 150_000, corpus, words: Vec::new(), check: Box::new(check) }
+}
+
+/// Kind and body, which is sealed as if its writer had meant it.
+pub fn record_bodies() -> Target {
+    let mut corpus: Vec<Vec<u8>> =
+        bodies().into_iter().filter(|bytes| ![9, 12, 17].contains(&bytes[0])).collect();
+    // One place more or less is more than one change of a byte.
+    let record = golden().iter().find_map(|bytes| StripeRecord::parse(bytes).ok()).unwrap();
+    for places in 3..7 {
+        let places = record.places.iter().copied().cycle().take(places).collect();
+        let body = postcard::to_stdvec(&StripeRecord { places, ..record.clone() }).unwrap();
+        corpus.push([&[RecordKind::StripeRecord as u8][..], &body].concat());
+    }
+    let check = |bytes: &[u8]| match bytes.split_first() {
+        Some((kind, body)) => parsed(&sealed(*kind, body)),
+        None => Ok(Seen::default()),
+    };
+    Target {
+        name: "record_bodies",
+        cases: 150_000,
+        corpus,
+        words: Vec::new(),
+        check: Box::new(check),
+    }
+}
+
+/// What the first byte of an input puts into the data folder before it is opened.
+const PLACES: [&str; 5] = ["node.id", "epoch", "members", "graves/5a", "index"];
+/// In the first byte: the body is sealed as kind [`KINDS`] first.
+const SEAL: u8 = 0x80;
+const KINDS: [u8; 5] = [9, 12, 16, 17, 0];
+
+fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
+    let disk = Arc::new(MemoryDisk::new(1 << 20));
+    let kv = Arc::new(MemoryKv::new());
+    if place == "index" {
+        let (key, value) = bytes.split_at(bytes.len().min(34));
+        kv.apply(Batch::new().put([b"f/", key].concat(), value))?;
+    } else {
+        disk.create_dir("graves")?;
+        disk.create_new(place)?.write_at(bytes, 0)?;
+    }
+    let name: PeerName = "node-1".parse().unwrap();
+    let lock = disk.lock(LOCK_FILE)?;
+    let (store, _) = Store::open(disk, lock, kv, ClusterId([0xc1; 16]), &name)?;
+    let _ = (store.epoch(), store.home(), store.map(), store.totals());
+    store.members()?;
+    if store.entomb(SAVE)? && !store.is_entombed(SAVE)? {
+        return Err(StoreError::NoIdentity);
+    }
+    Ok(())
+}
+
+/// Records and the index of a data folder, by opening it.
+pub fn folders() -> Target {
+    let place = |kind: u8| KINDS.iter().position(|of| *of == kind);
+    let mut corpus: Vec<Vec<u8>> = Vec::new();
+    for bytes in golden() {
+        let Some(place) = place(bytes[4]) else { continue };
+        corpus.push([&[place as u8][..], &bytes].concat());
+        corpus.push([&[SEAL | place as u8][..], body_of(&bytes)].concat());
+    }
+    let graves: Vec<SaveId> = [0, 0x5a, 0xff]
+        .map(|byte| SaveId(std::array::from_fn(|at| if at == 0 { 0x5a } else { byte })))
+        .to_vec();
+    corpus.push([&[SEAL | 3][..], &postcard::to_stdvec(&graves).unwrap()].concat());
+    let entry =
+        [&[4u8][..], &[0x5a; 16], &[0, 0, 0, 1], b"block-03.rep", &[1, 0, 3, 9, 99], &[7; 32]];
+    corpus.push(entry.concat());
+    // The store's own folder, the map, and what is read of each record, several times.
+    let memory = Memory { base_bytes: 64 << 10, per_byte: 100 };
+    let check = move |input: &[u8]| {
+        let Some((first, bytes)) = input.split_first() else { return Ok(Seen::default()) };
+        let at = usize::from(first & !SEAL);
+        let Some(place) = PLACES.get(at) else { return Ok(Seen::default()) };
+        let bytes = if first & SEAL == 0 { bytes.to_vec() } else { sealed(KINDS[at], bytes) };
+        let (opened, peak_bytes) = within(memory, bytes.len(), || open_folder(place, &bytes))?;
+        match opened {
+            Err(StoreError::NoIdentity) => Err("an entombed save is not entombed".into()),
+            opened => Ok(Seen { accepted: opened.is_ok(), peak_bytes }),
+        }
+    };
+    Target { name: "folders", cases: 40_000, corpus, words: Vec::new(), check: Box::new(check) }
+}

@@ -1,0 +1,220 @@
+//! Messages: requests and answers of every call, what else comes in frames, and what a rebuild makes of what nodes say they hold.
+
+use rapidraid::catalogue::evidence::SaveEvidence;
+use rapidraid::id::{ClusterId, Epoch, Generation, NodeId};
+use rapidraid::wire::calls::*;
+use rapidraid::wire::{
+    Call, Failure, StreamHeader, answer_to_bytes, message_to_bytes, parse_answer, parse_message,
+    parse_request, request_to_bytes, split_request,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::fixtures;
+use crate::records::{body_of, sealed};
+use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
+
+/// A list that claims a length is given room for it at once, though for no more elements than bytes follow, and up to 1 MiB: the
+/// largest element has some 500 bytes. A list that grows is there twice for a moment.
+pub const MESSAGE: Memory = Memory { base_bytes: 16 << 10, per_byte: 600 };
+
+/// The longest text of a failure that is written; a longer one that comes is read whole.
+const MAX_FAILURE_CHARS: usize = 4096;
+
+fn request<C: Call + PartialEq + std::fmt::Debug>(frame: &[u8]) -> Verdict {
+    let parse = |frame: &[u8]| split_request(frame).and_then(|(_, body)| parse_request::<C>(body));
+    round_trip(MESSAGE, frame, parse, request_to_bytes).map(seen)
+}
+
+fn answer<C: Call>(frame: &[u8]) -> Verdict
+where
+    C::Answer: PartialEq + std::fmt::Debug,
+{
+    let parse = |frame: &[u8]| {
+        let mut answer = parse_answer::<C::Answer>(frame)?;
+        if let Err(Failure { message, .. }) = &mut answer {
+            *message = message.chars().take(MAX_FAILURE_CHARS).collect();
+        }
+        Ok::<_, rapidraid::wire::WireError>(answer)
+    };
+    round_trip(MESSAGE, frame, parse, answer_to_bytes).map(seen)
+}
+
+fn message<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(frame: &[u8]) -> Verdict {
+    let parse = |frame: &[u8]| parse_message::<T>(frame, "a message");
+    round_trip(MESSAGE, frame, parse, |value| message_to_bytes(value, "a message")).map(seen)
+}
+
+type Laws = (u8, fn(&[u8]) -> Verdict, fn(&[u8]) -> Verdict);
+
+macro_rules! laws {
+    ($($name:ident),* $(,)?) => { &[$(($name::NUMBER, request::<$name>, answer::<$name>)),*] };
+}
+
+/// Every call, by its number.
+const CALLS: &[Laws] = laws![
+    Hello,
+    Begin,
+    Keep,
+    Seal,
+    Commit,
+    Abort,
+    Archive,
+    Remove,
+    List,
+    Show,
+    GetState,
+    Nodes,
+    NodeStatus,
+    Rebuild,
+    PolicyStatus,
+    PutBlock,
+    PutRecord,
+    GetRecord,
+    Inspect,
+    Read,
+    Suspect,
+    Register,
+    CatalogueGet,
+    CatalogueSet,
+    CatalogueList,
+    LeaseGrant,
+    LeaseTouch,
+    LeaseRevoke,
+    Reserve,
+    Run,
+    Release,
+    PutMark,
+    PutReceipt,
+    PutTombstone,
+    Drop,
+    Fetch,
+    Sweep,
+    Claim,
+    Members,
+    Inventory,
+    Buried,
+    PutPlaces,
+];
+
+fn laws_of(number: u8) -> Option<&'static Laws> {
+    CALLS.iter().find(|(of, ..)| *of == number)
+}
+
+/// The golden requests, or the golden answers with their call's number in front.
+fn golden(side: &str) -> Vec<Vec<u8>> {
+    let of = |(name, bytes): (String, Vec<u8>)| {
+        let number: u8 = name[..2].parse().unwrap();
+        let has_side = name.split([' ', ',']).nth(2) == Some(side);
+        let head = if side == "answer" { vec![number] } else { Vec::new() };
+        has_side.then(|| [head, bytes].concat())
+    };
+    fixtures::lines("wire/v1/calls.txt").into_iter().filter_map(of).collect()
+}
+
+pub fn requests() -> Target {
+    let check = |frame: &[u8]| match frame.first().and_then(|number| laws_of(*number)) {
+        Some((_, request, _)) => request(frame),
+        None => Ok(Seen::default()),
+    };
+    Target {
+        name: "requests",
+        cases: 200_000,
+        corpus: golden("request"),
+        words: Vec::new(),
+        check: Box::new(check),
+    }
+}
+
+pub fn answers() -> Target {
+    let mut corpus = golden("answer");
+    let failures = fixtures::lines("wire/v1/messages.txt").into_iter();
+    let failures = failures.filter(|(name, _)| name.starts_with("failure"));
+    corpus.extend(failures.map(|(_, bytes)| [vec![Keep::NUMBER], bytes].concat()));
+    let check = |bytes: &[u8]| match bytes.split_first() {
+        Some((number, frame)) => {
+            laws_of(*number).map_or(Ok(Seen::default()), |(_, _, answer)| answer(frame))
+        }
+        None => Ok(Seen::default()),
+    };
+    Target { name: "answers", cases: 200_000, corpus, words: Vec::new(), check: Box::new(check) }
+}
+
+/// The first byte says which message.
+pub fn messages() -> Target {
+    let kinds = ["stream header", "block admitted", "block trailer"];
+    let of = |(name, bytes): (String, Vec<u8>)| {
+        let kind = kinds.iter().position(|kind| name.starts_with(kind))?;
+        Some([vec![kind as u8], bytes].concat())
+    };
+    let corpus = fixtures::lines("wire/v1/messages.txt").into_iter().filter_map(of).collect();
+    let check = |bytes: &[u8]| match bytes.split_first() {
+        Some((0, frame)) => message::<StreamHeader>(frame),
+        Some((1, frame)) => message::<BlockAdmitted>(frame),
+        Some((2, frame)) => message::<BlockTrailer>(frame),
+        _ => Ok(Seen::default()),
+    };
+    Target { name: "messages", cases: 100_000, corpus, words: Vec::new(), check: Box::new(check) }
+}
+
+fn judge(page: InventoryAnswer) {
+    let Some(save) = page.shards.first().map(|held| held.shard.save()) else { return };
+    let mut evidence = SaveEvidence::default();
+    for held in &page.shards {
+        evidence.add(ClusterId([0xc1; 16]), NodeId(1), held);
+    }
+    evidence.judge(save, Generation { epoch: Epoch(4), counter: 1 });
+}
+
+/// What a rebuild judges by. The first byte says what follows: `0` a page of what a node holds; or the body of a record, by its
+/// kind, that such a page has.
+pub fn evidence() -> Target {
+    let golden = golden("answer").into_iter().find(|bytes| bytes[0] == Inventory::NUMBER).unwrap();
+    let golden = parse_answer::<InventoryAnswer>(&golden[1..]).unwrap().unwrap();
+    let mut full = golden.clone();
+    let mut corpus = Vec::new();
+    for (name, bytes) in fixtures::lines("format/v1/records.txt") {
+        for held in &mut full.shards {
+            match name.as_str() {
+                "commit mark" => held.mark = Some(bytes.clone()),
+                "tombstone" => held.tombstone = Some(bytes.clone()),
+                _ => continue,
+            }
+            corpus.push([&bytes[4..5], body_of(&bytes)].concat());
+        }
+    }
+    for page in [golden.clone(), full] {
+        corpus.push([vec![0], answer_to_bytes(&Ok(page)).unwrap()].concat());
+    }
+    // A verdict names each damaged stripe of a shard, of which there are 100,000 at most.
+    let memory = Memory { base_bytes: 2 << 20, ..MESSAGE };
+    let check = move |bytes: &[u8]| {
+        let Some((kind, body)) = bytes.split_first() else { return Ok(Seen::default()) };
+        let judged = within(memory, bytes.len(), || {
+            let mut page = golden.clone();
+            for held in &mut page.shards {
+                match kind {
+                    5 => held.mark = Some(sealed(*kind, body)),
+                    7 => held.tombstone = Some(sealed(*kind, body)),
+                    _ => {}
+                }
+            }
+            match parse_answer::<InventoryAnswer>(body) {
+                Ok(Ok(found)) if *kind == 0 => page = found,
+                _ if *kind == 0 => return false,
+                _ => {}
+            }
+            judge(page);
+            true
+        });
+        judged.map(|(accepted, peak_bytes)| Seen { accepted, peak_bytes })
+    };
+    Target { name: "evidence", cases: 80_000, corpus, words: Vec::new(), check: Box::new(check) }
+}
+
+#[test]
+fn every_call_is_fuzzed() {
+    let fuzzed: Vec<u8> = CALLS.iter().map(|(number, ..)| *number).collect();
+    let all: Vec<u8> = ALL.iter().map(|(number, ..)| *number).collect();
+    assert_eq!(fuzzed, all);
+}

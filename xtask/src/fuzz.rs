@@ -1,0 +1,95 @@
+//! `cargo xtask fuzz`: the targets of `tests/fuzz.rs`, for as long as one likes and from another seed each time.
+//!
+//! Tests are built optimised and with their assertions: an overflow that a release would wrap is a find here.
+
+use std::process::{Command, ExitCode};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Where the targets are listed, as `module::name,`.
+const TARGETS: &str = include_str!("../../tests/fuzz.rs");
+/// How long without `--seconds`.
+const SECONDS: u64 = 60;
+
+/// What to run.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Fuzz {
+    /// Of all targets together.
+    seconds: u64,
+    target: Option<String>,
+    seed: Option<u64>,
+}
+
+/// What the arguments ask for; an error says what is wrong with them.
+pub fn parse(arguments: &[&str]) -> Result<Fuzz, String> {
+    let mut fuzz = Fuzz { seconds: SECONDS, target: None, seed: None };
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        let value = rest.next();
+        let number = || {
+            let number = value.and_then(|text| text.parse().ok());
+            number.ok_or_else(|| format!("{argument} needs a number"))
+        };
+        match *argument {
+            "--seconds" => fuzz.seconds = number()?,
+            "--seed" => fuzz.seed = Some(number()?),
+            "--target" => {
+                let name = value.ok_or("--target needs a name")?;
+                if !targets().any(|known| known == *name) {
+                    let known = targets().collect::<Vec<_>>().join(", ");
+                    return Err(format!("there is no target {name}: it is one of {known}"));
+                }
+                fuzz.target = Some((*name).to_owned());
+            }
+            other => return Err(format!("fuzz does not know {other}")),
+        }
+    }
+    Ok(fuzz)
+}
+
+fn targets() -> impl Iterator<Item = &'static str> {
+    let list = TARGETS.split_once("targets![").map_or("", |(_, list)| list);
+    list.lines().filter_map(|line| Some(line.trim().strip_suffix(',')?.split_once("::")?.1))
+}
+
+/// Runs it, and shows what each target says: how many cases a second, or what it found.
+pub fn fuzz(fuzz: &Fuzz) -> ExitCode {
+    let seed = fuzz.seed.unwrap_or_else(|| {
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs())
+    });
+    println!("seed {seed}, {} s", fuzz.seconds);
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command
+        .args(["test", "--locked", "--package", "rapidraid", "--test", "fuzz", "--"])
+        .args(["--nocapture", "--test-threads", "1"])
+        .env("RAPIDRAID_FUZZ_SEED", seed.to_string())
+        .env("RAPIDRAID_FUZZ_SECONDS", fuzz.seconds.to_string());
+    if let Some(target) = &fuzz.target {
+        command.args(["--exact", target]).env("RAPIDRAID_FUZZ_TARGET", target);
+    }
+    match command.status() {
+        Ok(status) if status.success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cannot start cargo: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_named() {
+        let all = parse(&["--target", "frames", "--seconds", "5", "--seed", "7"]).unwrap();
+        assert_eq!(all, Fuzz { seconds: 5, target: Some("frames".into()), seed: Some(7) });
+        assert_eq!(parse(&[]).unwrap(), Fuzz { seconds: SECONDS, target: None, seed: None });
+        for wrong in
+            [&["--seconds"][..], &["--seconds", "x"], &["--target", "frame"], &["frames", "1"]]
+        {
+            assert!(parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}

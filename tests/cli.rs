@@ -8,7 +8,7 @@ mod machine;
 
 use std::os::unix::fs::PermissionsExt;
 
-use machine::{Cluster, Daemon, bytes, program, run, tree};
+use machine::{Cluster, Daemon, bytes, free_ports, program, run, tree};
 use rustix::process::Signal;
 
 /// A checkpoint with every awkward length: none, one byte, around a grain, around a stripe of (6,4) with blocks of 64 KiB.
@@ -175,6 +175,46 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     cluster.run("verify job/2").ok();
     let status = cluster.run("status --json").ok().json();
     assert_eq!((&status["catalogue"], &status["epoch"]), (&"n3".into(), &2.into()), "{status}");
+}
+
+#[test]
+fn a_node_is_added_used_and_taken_out_again() {
+    let mut cluster = Cluster::start(4, &["code.list=4,2", "timeouts.lease_s=3"]);
+    let data = bytes(300_000, 1);
+    cluster.write("a.bin", &data);
+    cluster.run("save job/1 a.bin").ok();
+    let port = free_ports(1)[0];
+    let line = format!("cluster add-node cluster --node n5=127.0.0.1:{port}");
+    let added = cluster.run(&line).ok();
+    assert!(added.out.contains("cluster/nodes/n5/rapidraid.toml"), "{added:?}");
+    cluster.run(&line).fails(1, &["the name n5 already"]);
+    cluster.daemons.push(Daemon::start(cluster.folder.path(), &cluster.config(5), &[]).ready());
+    let live =
+        |nodes: &[serde_json::Value]| nodes.iter().filter(|node| node["live"] == true).count();
+    cluster.until("all five are live", |nodes| live(nodes) == 5);
+
+    // With one of the old ones gone a save needs the new one.
+    cluster.daemons.remove(3);
+    cluster.until("n4 is dead", |nodes| {
+        nodes.iter().any(|node| node["name"] == "n4" && node["live"] == false)
+    });
+    cluster.run("save job/2 a.bin").ok();
+    let shown = cluster.run("show job/2 --json").ok().json();
+    let ring: Vec<&str> =
+        shown["shards"][0]["ring"].as_array().unwrap().iter().filter_map(|n| n.as_str()).collect();
+    assert!(ring.contains(&"n5"), "{ring:?}");
+    cluster.run("archive job/2").ok();
+    for step in [1, 2] {
+        cluster.run(&format!("restore job/{step} --out out{step}")).ok();
+        assert!(cluster.read(&format!("out{step}/a.bin")) == data, "step {step}");
+    }
+    cluster.run("cluster remove-node n5").fails(1, &["n5 is live"]);
+    cluster.run("cluster remove-node n4").fails(1, &["job/1", "last copy", "same name"]);
+    cluster.run("rm job/1").ok();
+    let gone = cluster.run("cluster remove-node n4").ok();
+    assert!(gone.out.contains("n4 is no member any more"), "{gone:?}");
+    let status = cluster.run("status --json").ok().json();
+    assert_eq!(status["nodes"].as_array().unwrap().len(), 4);
 }
 
 #[test]

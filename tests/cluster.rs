@@ -8,6 +8,8 @@ mod world;
 mod admission;
 #[path = "cluster/away.rs"]
 mod away;
+#[path = "cluster/members.rs"]
+mod members;
 #[path = "cluster/plans.rs"]
 mod plans;
 #[path = "cluster/policy.rs"]

@@ -9,6 +9,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 use super::printer::{Answer, Failure, Look, Printer};
 use super::words::{AnyStep, ByteRange, ExactStep, NewNode, Setting, Shape};
+use crate::id::PeerName;
 use crate::id::{Job, ShardName};
 use crate::kind::Kind;
 use crate::units::ByteCount;
@@ -117,6 +118,10 @@ pub struct Demo {
 pub enum Cluster {
     /// Make certificates and configurations for all nodes and a client
     Init(Init),
+    /// Make the folders of further nodes, in the folder that `cluster init` made
+    AddNode(AddNode),
+    /// Take a node that is gone for good off the list of members
+    RemoveNode(RemoveNode),
 }
 
 const INIT: &str = "\
@@ -140,6 +145,45 @@ pub struct Init {
     /// A setting to write into every node's file, such as memory=512MiB or code.block=16MiB
     #[arg(long, value_name = "SETTING=VALUE")]
     pub set: Vec<Setting>,
+}
+
+const ADD_NODE: &str = "\
+Example:
+  rapidraid cluster add-node my-cluster --node node-17=10.0.0.17:7440,north/r4
+
+It needs my-cluster/ca and the folder of one node, whose settings the new ones take. Then copy my-cluster/nodes/NAME to its machine
+and run there: rapidraid node --config NAME/rapidraid.toml";
+
+/// Options of `cluster add-node`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = ADD_NODE)]
+pub struct AddNode {
+    /// The folder that `cluster init` made
+    pub dir: PathBuf,
+    /// A node and where the others reach it, and its failure domain if it has one
+    #[arg(long = "node", value_name = "NAME=HOST:PORT[,ZONE/RACK]", required = true)]
+    pub nodes: Vec<NewNode>,
+    /// A setting that is to be otherwise than with the others, such as memory=512MiB
+    #[arg(long, value_name = "SETTING=VALUE")]
+    pub set: Vec<Setting>,
+}
+
+const REMOVE_NODE: &str = "\
+Example:
+  rapidraid cluster remove-node node-17
+
+Its daemon must be stopped. While a checkpoint may lie on the node it is refused: what is there may be the last copy. A machine or disk
+that is lost is replaced under the same name, with an empty data folder; docs/operations.md says how.";
+
+/// Options of `cluster remove-node`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = REMOVE_NODE)]
+pub struct RemoveNode {
+    /// The node's name
+    pub name: PeerName,
+    /// Where the cluster is.
+    #[command(flatten)]
+    pub connect: Connect,
 }
 
 const NODE: &str = "\

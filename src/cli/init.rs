@@ -28,9 +28,9 @@ use crate::net::identity::{Authority, IdentityError};
 /// The name in the client's certificate.
 const CLIENT: &str = "client";
 /// Seeds in each configuration: enough that one may be down, few enough to read.
-const SEEDS: usize = 3;
+pub(super) const SEEDS: usize = 3;
 /// What `--set` may not set, because it differs from node to node or follows from `--node`.
-const OWN: &[&str] = &[
+pub(super) const OWN: &[&str] = &[
     "cluster",
     "name",
     "listen",
@@ -108,9 +108,14 @@ fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
             return Err(twice("address", node.address.as_str()));
         }
     }
+    check_settings(set)
+}
+
+/// Refuses what `--set` may not set.
+pub(super) fn check_settings(set: &[Setting]) -> Result<(), Failure> {
     for Setting { key, .. } in set {
         let why = if OWN.contains(&key.as_str()) {
-            "which `cluster init` writes itself"
+            "which follows from --node"
         } else if !NODE_SETTINGS.contains(&key.as_str()) {
             "which a node does not have"
         } else {
@@ -123,11 +128,11 @@ fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
 }
 
 /// A configuration that was read back, and whose it is.
-struct Text {
-    role: Role,
-    name: PeerName,
-    file: PathBuf,
-    text: String,
+pub(super) struct Text {
+    pub(super) role: Role,
+    pub(super) name: PeerName,
+    pub(super) file: PathBuf,
+    pub(super) text: String,
 }
 
 /// All configurations. What a node or client would refuse is refused here, before anything is written.
@@ -155,16 +160,20 @@ fn write(cluster: &NewCluster, texts: &[Text]) -> Result<(), Failure> {
     files::make_private_folder(&ca)?;
     files::write_new(&ca.join("key.pem"), &pem.key_pem, SECRET)?;
     files::write_new(&ca.join("ca.pem"), &pem.cert_pem, PUBLIC)?;
-    for Text { role, name, file, text } in texts {
-        let issued = authority.issue(*role, name).map_err(failed)?;
-        let folder = file.parent().unwrap_or(&cluster.dir);
-        files::make_private_folder(folder)?;
-        files::write_new(&folder.join("key.pem"), &issued.key_pem, SECRET)?;
-        files::write_new(&folder.join("certificate.pem"), &issued.cert_pem, PUBLIC)?;
-        files::write_new(&folder.join("ca.pem"), authority.cert_pem(), PUBLIC)?;
-        files::write_new(file, text, PUBLIC)?;
-    }
-    Ok(())
+    texts.iter().try_for_each(|text| write_member(&cluster.dir, &authority, text))
+}
+
+/// The folder of a node or client, its configuration last.
+pub(super) fn write_member(dir: &Path, authority: &Authority, of: &Text) -> Result<(), Failure> {
+    let Text { role, name, file, text } = of;
+    let issued = authority.issue(*role, name);
+    let issued = issued.map_err(|error| Failure::of(error.kind(), &error))?;
+    let folder = file.parent().unwrap_or(dir);
+    files::make_private_folder(folder)?;
+    files::write_new(&folder.join("key.pem"), &issued.key_pem, SECRET)?;
+    files::write_new(&folder.join("certificate.pem"), &issued.cert_pem, PUBLIC)?;
+    files::write_new(&folder.join("ca.pem"), authority.cert_pem(), PUBLIC)?;
+    files::write_new(file, text, PUBLIC)
 }
 
 /// The seeds of the node in place `skip`: the first few others, so that it does not ask itself.
@@ -226,7 +235,7 @@ fn client_text(cluster: &NewCluster) -> String {
 }
 
 /// Where a node listens that others reach at `address`: on all interfaces, but a loopback address stays one.
-fn listen(address: &HostPort) -> String {
+pub(super) fn listen(address: &HostPort) -> String {
     let text = address.as_str();
     let (host, port) = text.rsplit_once(':').unwrap_or((text, "7440"));
     let ip: Option<IpAddr> = host.trim_matches(['[', ']']).parse().ok();
@@ -238,7 +247,7 @@ fn listen(address: &HostPort) -> String {
 }
 
 /// A value as TOML has it: settings that are numbers, switches or lists are not text.
-fn toml_value(setting: &Setting) -> String {
+pub(super) fn toml_value(setting: &Setting) -> String {
     let value = setting.value.trim();
     let section = setting.key.split('.').next().unwrap_or_default();
     match (section, setting.key.as_str()) {
@@ -253,7 +262,7 @@ fn toml_value(setting: &Setting) -> String {
 }
 
 /// A basic string of TOML; its escapes are those of JSON.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 

@@ -3,6 +3,7 @@
 //! Commands return an [`Answer`] or a [`Failure`]; the [`printer`] alone writes,
 //! so that `--json`, colours, hints and exit codes are decided in one place.
 
+mod add_node;
 pub mod args;
 mod catalogue;
 mod codes;
@@ -15,6 +16,7 @@ mod node;
 pub mod picture;
 pub mod printer;
 pub mod progress;
+mod remove_node;
 mod rules;
 pub mod sample;
 mod save;
@@ -67,6 +69,8 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
     match command {
         Command::Demo(options) => demo::run(front, options).await,
         Command::Cluster(Cluster::Init(options)) => init::run(&options),
+        Command::Cluster(Cluster::RemoveNode(options)) => remove_node::run(front, options).await,
+        Command::Cluster(Cluster::AddNode(options)) => add_node::run(&options),
         Command::Node(options) => node::run(front, options).await,
         Command::Save(options) => save::run(front, options).await,
         Command::Archive(options) => transfer::archive(front, options).await,

@@ -42,8 +42,8 @@ use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::topology::Directory;
 use crate::wire::calls::{
     Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
-    Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer, Show, ShowAnswer, StepView,
-    StripeReport,
+    Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer, RemoveNode, Show,
+    ShowAnswer, StepView, StripeReport,
 };
 use crate::wire::policy::PolicyAnswer;
 use crate::wire::{Call, NodeAddress};
@@ -262,6 +262,11 @@ impl Client {
             Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
             None => self.ask_once(&call, REBUILD_LIMIT).await,
         }
+    }
+
+    /// Takes a node off the list of members: one that is not live, and on which no checkpoint may lie (docs/semantics.md, 10).
+    pub async fn remove_node(&self, name: &PeerName) -> Result<(), ClientError> {
+        self.ask_once(&RemoveNode { name: name.clone() }, LONG_LIMIT).await
     }
 
     async fn find(&self, job: &Job, step: Option<Step>) -> Result<ShowAnswer, ClientError> {

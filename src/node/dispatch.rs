@@ -21,7 +21,7 @@ use crate::wire::calls::{
     Drop, Fetch, GetRecord, GetState, Hello, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke,
     LeaseTouch, List, Marked, Members, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark,
     PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove,
-    Reserve, Run, Seal, Show, Suspect, Sweep,
+    RemoveNode, Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -260,6 +260,7 @@ impl Node {
                 reply!(Nodes => |_| self.nodes(role))
             }
             NodeStatus::NUMBER => reply!(NodeStatus => |_| self.status()),
+            RemoveNode::NUMBER => reply!(RemoveNode => |call| self.remove_node(call)),
             PolicyStatus::NUMBER => reply!(PolicyStatus => |call| self.policy_status(call)),
             PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
             GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),

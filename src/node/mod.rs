@@ -15,6 +15,7 @@ mod gateway;
 mod hosting;
 mod inventory;
 mod marks;
+mod membership;
 mod orphans;
 mod policy;
 mod rebuild;

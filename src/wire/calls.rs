@@ -9,7 +9,8 @@ use super::{Call, NodeAddress, Who};
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
 use crate::id::{
-    Attempt, Epoch, Generation, Job, LeaseId, MapId, NodeId, SaveId, ShardId, Step, StripeId,
+    Attempt, Epoch, Generation, Job, LeaseId, MapId, NodeId, PeerName, SaveId, ShardId, Step,
+    StripeId,
 };
 
 macro_rules! calls {
@@ -130,6 +131,11 @@ calls! {
     } -> RebuildAnswer;
     /// The policy that the catalogue's host applies, and what of it waits.
     15 Anyone PolicyStatus {} -> PolicyAnswer;
+    /// Takes a node off the list of members (semantics 10).
+    16 Anyone RemoveNode {
+        /// Its name.
+        name: PeerName,
+    } -> ();
 
     /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {

@@ -182,12 +182,22 @@ impl Cluster {
         let start = |at: usize| Daemon::start(cluster.folder.path(), &cluster.config(at), &[]);
         let daemons: Vec<Daemon> = (1..=nodes).map(start).collect();
         cluster.daemons = daemons.into_iter().map(Daemon::ready).collect();
+        let live = |all: &[Value]| all.iter().filter(|node| node["live"] == true).count();
+        cluster.until("all nodes are live", |all| live(all) == nodes);
+        cluster
+    }
+
+    /// Waits until `status` shows such nodes.
+    pub fn until(&self, what: &str, reached: impl Fn(&[Value]) -> bool) {
         let started = Instant::now();
-        while cluster.live() < nodes {
-            assert!(started.elapsed() < LIMIT, "only {} of {nodes} are live", cluster.live());
+        loop {
+            let status = self.run("status --json").ok().json();
+            if reached(status["nodes"].as_array().unwrap()) {
+                return;
+            }
+            assert!(started.elapsed() < LIMIT, "never came: {what}: {status}");
             std::thread::sleep(Duration::from_millis(20));
         }
-        cluster
     }
 
     /// The configuration of node `at`, from 1.
@@ -197,11 +207,6 @@ impl Cluster {
 
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
-    }
-
-    fn live(&self) -> usize {
-        let status = self.run("status --json").ok().json();
-        status["nodes"].as_array().unwrap().iter().filter(|node| node["live"] == true).count()
     }
 
     /// Runs a command of the client, in the cluster's folder; arguments are separated by blanks.

@@ -222,6 +222,7 @@ fn for_clients(calls: &mut Calls) {
         .answer::<GetState>(", none", None)
         .both(Nodes {}, vec![NodeView { node: node("node-1"), live: true }])
         .both(NodeStatus {}, status)
+        .both(RemoveNode { name: "node-3".parse().unwrap() }, ())
         .both(PolicyStatus {}, policy());
 }
 

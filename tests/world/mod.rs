@@ -38,7 +38,7 @@ pub const DISK_BYTES: u64 = 4 << 30;
 pub struct Machine {
     pub name: PeerName,
     pub disk: Arc<MemoryDisk>,
-    index: Arc<MemoryKv>,
+    pub index: Arc<MemoryKv>,
     pub catalogue: Arc<MapSlot>,
     pub power: Arc<Power>,
 }

@@ -1,0 +1,117 @@
+//! Who belongs to the cluster: nodes that leave it, are replaced, or come back after long (docs/semantics.md, 10).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::store::{MemoryDisk, MemoryKv};
+use rapidraid::wire::calls::PlanChoice;
+
+use crate::world::{World, content, job, options, read_file, restore, save};
+
+const BLOCK: u64 = 64 << 10;
+const LEN: usize = 5 * BLOCK as usize - 1000;
+/// Longer than every lease and every wait between two attempts.
+const LONG: Duration = Duration::from_secs(3600);
+
+#[tokio::test(start_paused = true)]
+async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    for step in [1, 2] {
+        save(&client, step, &[("weights", &content(LEN, step))]).await;
+    }
+    let name = world.machines[6].name.clone();
+    let refused = client.remove_node(&"nobody".parse().unwrap()).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::NotFound, "{refused}");
+    let refused = client.remove_node(&name).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Busy, "{refused}");
+
+    world.kill(6).await;
+    tokio::time::sleep(2 * world.lease).await;
+    let refused = client.remove_node(&name).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Exists, "{refused}");
+    assert!(refused.to_string().contains("job/1, job/2"), "{refused}");
+
+    // What is being removed waits for the node; when it leaves, nothing waits any more.
+    for step in [1, 2] {
+        client.remove(&job(), Step(step)).await.unwrap();
+    }
+    save(&client, 3, &[("weights", &content(LEN, 3))]).await;
+    tokio::time::sleep(2 * world.lease).await;
+    assert!(world.catalogue_keys("s/").len() > 1);
+    client.remove_node(&name).await.unwrap();
+    world.until("nothing to remove", || world.catalogue_keys("s/").len() == 1).await;
+    let nodes = client.show(&job(), None).await.unwrap().nodes;
+    assert!(nodes.iter().all(|view| view.node.name != name));
+    let (out, _) = restore(&client, 3).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 3));
+
+    // It comes back: a member again, which harms nothing.
+    world.boot(6);
+    world.until_live(6).await;
+    save(&client, 4, &[("weights", &content(LEN, 4))]).await;
+    for step in [1, 2] {
+        assert!(client.show(&job(), Some(Step(step))).await.is_err());
+    }
+    let (out, _) = restore(&client, 4).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_disk_is_lost_is_filled_again_before_archiving() {
+    let mut world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let before = world.files(|path| path.ends_with(".rep")).len();
+    world.kill(2).await;
+    let machine = &mut world.machines[2];
+    (machine.disk, machine.index) = (Arc::new(MemoryDisk::new(1 << 30)), Arc::new(MemoryKv::new()));
+    world.boot(2);
+    world.until_live(4).await;
+    assert!(world.files(|path| path.ends_with(".rep")).len() < before);
+    let report =
+        client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await;
+    assert_eq!(report.unwrap().undropped, 0);
+    // All n pieces are there: any two nodes may go.
+    for gone in [[1, 3], [3, 4]] {
+        for index in gone {
+            world.kill(index).await;
+        }
+        let (out, _) = restore(&client, 1).await.unwrap();
+        assert!(read_file(&*out, "weights") == content(LEN, 1), "{gone:?}");
+        for index in gone {
+            world.boot(index);
+        }
+        world.until_live(4).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_was_away_for_long_brings_back_what_counts_and_nothing_else() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    for step in 1..=3 {
+        save(&client, step, &[("weights", &content(LEN, step))]).await;
+    }
+    world.kill(5).await;
+    tokio::time::sleep(2 * world.lease).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    client.archive(&job(), Some(Step(2)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    save(&client, 4, &[("weights", &content(LEN, 4))]).await;
+    tokio::time::sleep(LONG).await;
+    world.boot(5);
+    world.until_live(6).await;
+    // What was removed meanwhile goes from it as well; what it holds of step 3 counts again.
+    tokio::time::sleep(Duration::from_secs(11 * 60)).await;
+    assert_eq!(world.catalogue_keys("s/").len(), 3);
+    for step in 2..=4 {
+        let (out, _) = restore(&client, step).await.unwrap();
+        assert!(read_file(&*out, "weights") == content(LEN, step), "step {step}");
+    }
+    client.archive(&job(), Some(Step(3)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    client.archive(&job(), Some(Step(4)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    assert_eq!(world.files(|path| path.ends_with(".rep")), []);
+    world.assert_idle().await;
+}

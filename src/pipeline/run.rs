@@ -25,6 +25,7 @@ use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
+use crate::stage::{Stage, about_to};
 use crate::store::disk::AlignedBuffer;
 use crate::store::{PieceSpec, Store, StoreError, StoredFile};
 use crate::units::{GRAIN_BYTES, grains};
@@ -432,6 +433,7 @@ impl Runs {
         let mut proofs = Vec::new();
         for piece in pieces_of(order) {
             let shared = shared.clone();
+            about_to(Stage::Piece, format_args!("{}/{piece}", order.stripe));
             let job = move || -> Result<PieceProof, RunError> {
                 let missing = RunError::Order { what: "a piece was not opened" };
                 let slot = shared.pieces.get(&piece).ok_or(missing)?;

@@ -10,8 +10,12 @@ mod machine;
 mod cell;
 #[path = "kills/fleet.rs"]
 mod fleet;
+#[path = "kills/ledger.rs"]
+mod ledger;
 #[path = "kills/rest.rs"]
 mod rest;
+#[path = "kills/storm.rs"]
+mod storm;
 #[path = "kills/watch.rs"]
 mod watch;
 
@@ -40,6 +44,9 @@ const SUITE: [&str; 12] = [
     "gateway:rm.tombstone",
     "middle:rm.sweep",
 ];
+
+/// Kills of the suite's storm.
+const SUITE_KILLS: u64 = 10;
 
 fn fleet_of_cells() -> Fleet {
     Fleet::start(&Plan { nodes: cell::NODES, code: cell::CODE, set: &[cell::BLOCK] })
@@ -93,4 +100,10 @@ fn whoever_is_killed_at_a_stage_nothing_is_lost_and_nothing_is_left() {
         None => SUITE.iter().map(|one| one.parse().unwrap()).collect(),
     };
     play_cells(&cells);
+}
+
+#[test]
+fn whoever_is_killed_at_any_moment_nothing_is_lost_and_nothing_is_left() {
+    let kills = number("RAPIDRAID_KILLS_RANDOM").unwrap_or(SUITE_KILLS);
+    fleet_of_cells().storm(kills, number("RAPIDRAID_KILLS_SEED").unwrap_or(0));
 }

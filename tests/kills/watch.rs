@@ -22,6 +22,8 @@ pub enum Victim {
     Gateway,
     /// The process of this name.
     Named(String),
+    /// Whoever says the stage.
+    Sayer,
 }
 
 /// A kill that has happened.
@@ -39,6 +41,13 @@ struct State {
     trap: Option<(Stage, Victim)>,
     killed: Option<Killed>,
     panics: Vec<String>,
+}
+
+impl State {
+    /// Under the lock: nobody waits for a process, and so frees its number, before it is taken out of here.
+    fn kill(&self, name: &str) -> bool {
+        self.pids.get(name).is_some_and(|pid| kill_process(*pid, Signal::KILL).is_ok())
+    }
 }
 
 /// Shared by the threads that read what processes say.
@@ -77,19 +86,17 @@ impl Watch {
         let victim = match victim {
             Victim::Gateway => state.gateway.clone().unwrap_or_else(|| name.to_owned()),
             Victim::Named(name) => name.clone(),
+            Victim::Sayer => name.to_owned(),
         };
         state.trap = None;
-        drop(state);
-        if self.kill(&victim) {
-            self.state().killed = Some(Killed { name: victim, at: Instant::now() });
+        if state.kill(&victim) {
+            state.killed = Some(Killed { name: victim, at: Instant::now() });
         }
     }
 
     /// Kills a process at once; `false` when it is none.
     pub fn kill(&self, name: &str) -> bool {
-        // Under the lock: nobody waits for a process, and so frees its number, before it is taken out of here.
-        let state = self.state();
-        state.pids.get(name).is_some_and(|pid| kill_process(*pid, Signal::KILL).is_ok())
+        self.state().kill(name)
     }
 
     /// From now on the name is that of this process.
@@ -113,6 +120,11 @@ impl Watch {
         let mut state = self.state();
         state.trap = None;
         state.killed.take()
+    }
+
+    /// Whether the trap still waits.
+    pub fn is_set(&self) -> bool {
+        self.state().trap.is_some()
     }
 
     /// Whom the trap has killed by now.

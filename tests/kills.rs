@@ -72,7 +72,9 @@ fn play_cells(cells: &[Cell]) {
             let (all, took) = (cells.len(), began.elapsed().as_secs_f64());
             let (wrong, total) = (failed.lock().unwrap().len(), started.elapsed().as_secs());
             let number = at + 1;
-            eprintln!("cell {number} of {all}, {wrong} failed: {cell} in {took:.1} s; {total} s in all");
+            eprintln!(
+                "cell {number} of {all}, {wrong} failed: {cell} in {took:.1} s; {total} s in all"
+            );
         }
     };
     std::thread::scope(|scope| {
@@ -81,7 +83,13 @@ fn play_cells(cells: &[Cell]) {
     let failed = failed.into_inner().unwrap();
     let replay = |cell: &Cell| format!("cargo xtask kills --cell {cell} --seed {seed}");
     let replays: Vec<String> = failed.iter().map(replay).collect();
-    assert!(failed.is_empty(), "{} of {} cells:\n{}", failed.len(), cells.len(), replays.join("\n"));
+    assert!(
+        failed.is_empty(),
+        "{} of {} cells:\n{}",
+        failed.len(),
+        cells.len(),
+        replays.join("\n")
+    );
 }
 
 fn setting(name: &str) -> Option<String> {

@@ -100,15 +100,21 @@ impl FromStr for Cell {
     }
 }
 
-/// All cells. What a save leaves to the daemons has no client any more.
+/// All cells that there are.
 pub fn all() -> Vec<Cell> {
     let mut cells = Vec::new();
     for (deed, _) in DEEDS {
         for &stage in stages(deed) {
+            // What a save leaves to the daemons has no client any more.
             let later = deed == Deed::Replace
                 && matches!(stage, Stage::Fence | Stage::Tombstone | Stage::Sweep | Stage::Forget);
             let roles = ROLES.iter().map(|(role, _)| *role);
-            let roles = roles.filter(|role| !(later && *role == Role::Client));
+            let roles = roles.filter(|role| match role {
+                Role::Client => !later,
+                // A restore goes to the nodes themselves.
+                Role::Gateway => deed != Deed::Restore,
+                _ => true,
+            });
             cells.extend(roles.map(|role| Cell { role, deed, stage }));
         }
     }
@@ -267,9 +273,7 @@ impl Play<'_> {
     /// Archives to the end: no replica is left.
     fn archive(&self) {
         let line = format!("archive j/{} --json", self.step);
-        self.fleet.until("all is archived and dropped", || {
-            self.fleet.ask(&line)["undropped"] == 0
-        });
+        self.fleet.until("all is archived and dropped", || self.fleet.ask(&line)["undropped"] == 0);
     }
 
     /// A restore gives one of these folders, byte for byte.

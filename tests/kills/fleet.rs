@@ -59,8 +59,7 @@ impl Fleet {
             address: format!("127.0.0.1:{port}"),
             daemon: Mutex::default(),
         };
-        let members: Vec<Member> =
-            names.iter().zip(free_ports(plan.nodes)).map(member).collect();
+        let members: Vec<Member> = names.iter().zip(free_ports(plan.nodes)).map(member).collect();
         let home = plan.nodes - 2;
         let mut command = program(folder.path());
         command.args(["cluster", "init", "cluster"]);

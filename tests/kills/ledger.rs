@@ -18,6 +18,8 @@ struct Entry {
     pending: BTreeSet<u64>,
     /// A removal is under way or has failed.
     may_go: bool,
+    /// It was removed, or was not there to be: its client leaves it alone from then on.
+    is_over: bool,
     /// The version whose archiving was reported to have left no replica.
     archived: Option<u64>,
 }
@@ -43,6 +45,12 @@ impl Ledger {
 
     pub fn possible(&self, name: &Name) -> BTreeSet<Is> {
         self.steps.get(name).map_or_else(|| BTreeSet::from([None]), Entry::possible)
+    }
+
+    /// The steps of a job that its client still works on.
+    pub fn alive(&self, job: &str) -> Vec<Name> {
+        let alive = self.steps.iter().filter(|(name, entry)| name.0 == job && !entry.is_over);
+        alive.map(|(name, _)| name.clone()).collect()
     }
 
     /// Nothing that failed can change it any more.
@@ -88,7 +96,7 @@ impl Ledger {
     pub fn removed(&mut self, name: &Name) {
         let entry = self.steps.get_mut(name).unwrap();
         // What was decided and not yet visible is not removed with it.
-        (entry.settled, entry.may_go) = (BTreeSet::from([None]), false);
+        (entry.settled, entry.may_go, entry.is_over) = (BTreeSet::from([None]), false, true);
     }
 }
 

@@ -174,7 +174,11 @@ impl Storm<'_> {
         }
     }
 
-    fn kill_daemon(&self, random: &SeededEntropy, back: &[(usize, Instant)]) -> Option<Option<usize>> {
+    fn kill_daemon(
+        &self,
+        random: &SeededEntropy,
+        back: &[(usize, Instant)],
+    ) -> Option<Option<usize>> {
         let at = self.draw_daemon(random, back);
         assert!(self.fleet.kill(at), "{} has ended by itself", self.fleet.members[at].name);
         self.fleet.bury(at);
@@ -210,9 +214,7 @@ impl Storm<'_> {
         let (job, who) = (format!("job{client}"), format!("client{client}"));
         let mut next = 1;
         while !self.is_over() {
-            let names = self.ledger().names();
-            let mut mine: Vec<Name> = names.iter().filter(|name| name.0 == job).cloned().collect();
-            mine.retain(|name| self.ledger().possible(name) != BTreeSet::from([None]));
+            let (names, mine) = (self.ledger().names(), self.ledger().alive(&job));
             let draw = |of: &[Name]| of.get(random.below(of.len().max(1) as u64) as usize).cloned();
             // What a removal that failed may still remove is not saved again: nothing could be said of it.
             let certain: Vec<Name> =
@@ -261,7 +263,10 @@ impl Storm<'_> {
         if ended.code == 0 {
             self.ledger().saved(name, version, replace);
         } else if message_of(&ended).contains("is committed") {
-            assert!(before.iter().any(Option::is_some), "{name:?} can only be {before:?}: {ended:?}");
+            assert!(
+                before.iter().any(Option::is_some),
+                "{name:?} can only be {before:?}: {ended:?}"
+            );
         }
         std::fs::remove_dir_all(self.fleet.path(&folder)).unwrap();
     }
@@ -280,7 +285,10 @@ impl Storm<'_> {
         self.ledger().remove(name);
         let ended = self.run(who, "rm", &format!("rm {}/{}", name.0, name.1), &["not_found"]);
         let found_none = kind_of(&ended) == "not_found";
-        assert!(!found_none || before.contains(&None), "{name:?} can only be {before:?}: {ended:?}");
+        assert!(
+            !found_none || before.contains(&None),
+            "{name:?} can only be {before:?}: {ended:?}"
+        );
         if ended.code == 0 || found_none {
             self.ledger().removed(name);
         }
@@ -312,7 +320,10 @@ impl Storm<'_> {
             (0, _) => {
                 let found = tree(&self.fleet.path(&out));
                 let version = (oldest..=newest).find(|version| content(*version) == found);
-                assert!(version.is_some_and(|v| is_possible(Some(v))), "{line}: {before:?} {after:?}");
+                assert!(
+                    version.is_some_and(|v| is_possible(Some(v))),
+                    "{line}: {before:?} {after:?}"
+                );
             }
             (_, "not_found") => assert!(is_possible(None), "{line}: {before:?}: {ended:?}"),
             (_, "lost") => self.may_be_lost(name, &before, &after, began, &ended),
@@ -322,7 +333,14 @@ impl Storm<'_> {
     }
 
     /// Two daemons away are two holders of one block; what is archived does without them.
-    fn may_be_lost(&self, name: &Name, before: &BTreeSet<Is>, after: &BTreeSet<Is>, began: Instant, ended: &Ended) {
+    fn may_be_lost(
+        &self,
+        name: &Name,
+        before: &BTreeSet<Is>,
+        after: &BTreeSet<Is>,
+        began: Instant,
+        ended: &Ended,
+    ) {
         let away = self.away.lock().unwrap();
         // A daemon that has just come back is not heard at once.
         let was_away = |(killed, back): &&(Option<Instant>, Option<Instant>)| {
@@ -334,7 +352,11 @@ impl Storm<'_> {
             && before.iter().flatten().all(|version| self.ledger().is_archived(name, *version));
         let enough = if is_archived { AWAY + 1 } else { AWAY };
         let tails = || self.fleet.watch.tails();
-        assert!(missed >= enough, "{name:?}, {missed} away, archived {is_archived}: {ended:?}\n{}", tails());
+        assert!(
+            missed >= enough,
+            "{name:?}, {missed} away, archived {is_archived}: {ended:?}\n{}",
+            tails()
+        );
     }
 
     // ---- the end
@@ -351,8 +373,14 @@ impl Storm<'_> {
             for name in &names {
                 let possible = self.ledger().possible(name);
                 let is_there = listed.contains(name);
-                assert!(is_there || possible.contains(&None), "{name:?} is gone, can only be {possible:?}");
-                assert!(!is_there || possible.iter().any(Option::is_some), "{name:?} has come back");
+                assert!(
+                    is_there || possible.contains(&None),
+                    "{name:?} is gone, can only be {possible:?}"
+                );
+                assert!(
+                    !is_there || possible.iter().any(Option::is_some),
+                    "{name:?} has come back"
+                );
             }
             names = Vec::new();
             if listed.is_empty() {

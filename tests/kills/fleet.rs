@@ -190,7 +190,7 @@ impl Fleet {
         }
     }
 
-    fn live(&self) -> usize {
+    pub fn live(&self) -> usize {
         let status = self.ask("status --json");
         status["nodes"].as_array().unwrap().iter().filter(|node| node["live"] == true).count()
     }

@@ -91,7 +91,9 @@ fn not_idle(status: &Value) -> Vec<String> {
             why.push(format!("{name} is away"));
             continue;
         }
-        if node["notes"] != Value::Array(Vec::new()) || node["quarantined"] != 0 {
+        // A map that was rebuilt elsewhere may lie where it is.
+        let is_news = |note: &Value| !note.as_str().unwrap().contains("the folder can be removed");
+        if node["notes"].as_array().unwrap().iter().any(is_news) || node["quarantined"] != 0 {
             why.push(format!("{name}: {} ({} set aside)", node["notes"], node["quarantined"]));
         }
         for budget in node["budgets"].as_array().unwrap() {

@@ -214,7 +214,9 @@ impl Storm<'_> {
         let (job, who) = (format!("job{client}"), format!("client{client}"));
         let mut next = 1;
         while !self.is_over() {
-            let (names, mine) = (self.ledger().names(), self.ledger().alive(&job));
+            let names: Vec<Name> =
+                (0..CLIENTS).flat_map(|of| self.ledger().alive(&format!("job{of}"))).collect();
+            let mine = self.ledger().alive(&job);
             let draw = |of: &[Name]| of.get(random.below(of.len().max(1) as u64) as usize).cloned();
             // What a removal that failed may still remove is not saved again: nothing could be said of it.
             let certain: Vec<Name> =

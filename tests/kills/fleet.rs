@@ -26,7 +26,7 @@ const LOG: &str = "warn,rapidraid=info,rapidraid::stage=debug";
 /// How a fleet is made.
 pub struct Plan<'a> {
     pub nodes: usize,
-    /// The only code, as `n,k`.
+    /// The codes, as `n,k`.
     pub code: &'a str,
     /// Further settings.
     pub set: &'a [&'a str],

@@ -138,8 +138,8 @@ impl Fleet {
 
 /// One of sixteen is away for a whole run: saves take the next code, and everything else goes on.
 pub fn one_is_away_all_along(steps: u64) {
-    let set = ["code.list=16,11 14,10", "code.block=256KiB"];
-    let fleet = Fleet::start(&Plan { nodes: NODES, code: CODE, set: &set });
+    let set = ["code.block=256KiB"];
+    let fleet = Fleet::start(&Plan { nodes: NODES, code: "16,11 14,10", set: &set });
     let data = |step: u64| bytes(3 * MIB + step as usize, step);
     let save = |step: u64| {
         fleet.write("in/a.bin", &data(step));

@@ -23,7 +23,7 @@ const AWAY: usize = 2;
 /// Steps that a client keeps.
 const STEPS: usize = 4;
 /// How long a trap waits for its stage.
-const TRAP_LIMIT: Duration = Duration::from_secs(2);
+const TRAP_LIMIT: Duration = Duration::from_secs(1);
 /// Between two lines of progress where nobody watches.
 const TOLD_EVERY: u64 = 50;
 
@@ -113,14 +113,11 @@ impl Storm<'_> {
         let random = SeededEntropy::new(seed);
         let mut back: Vec<(usize, Instant)> = Vec::new();
         while self.kills.load(Ordering::Relaxed) < self.wanted && !self.is_over() {
-            sleep(Duration::from_millis(100 + random.below(900)));
+            sleep(Duration::from_millis(random.below(500)));
             self.bring_back(&mut back, |due| due <= Instant::now());
             let killed = match random.below(10) {
                 0..3 => self.kill_command(&random),
-                _ if back.len() >= AWAY => {
-                    self.bring_back(&mut back, |due| due <= Instant::now());
-                    None
-                }
+                _ if back.len() >= AWAY => None,
                 3..7 => self.spring(&random, &back),
                 _ => self.kill_daemon(&random, &back),
             };

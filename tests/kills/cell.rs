@@ -189,7 +189,7 @@ impl Play<'_> {
             self.archive();
         }
         // At once, or when leases are over and others have gone on.
-        let away = if variant / 2 % 2 == 0 { Duration::ZERO } else { LEASE * 3 / 2 };
+        let away = if (variant / 2).is_multiple_of(2) { Duration::ZERO } else { LEASE * 3 / 2 };
         let ended = self.killed_at(cell, away);
         let killed = ended.code == -1 && cell.role == Role::Client;
         assert!(ended.code == 0 || killed || is_legal(&ended), "{cell} ended so: {ended:?}");

@@ -133,11 +133,6 @@ impl Fleet {
         self.until_ready(at);
     }
 
-    /// The daemon's process.
-    pub fn pid(&self, at: usize) -> rustix::process::Pid {
-        rustix::process::Pid::from_child(&self.slot(at).as_ref().unwrap().child)
-    }
-
     /// A command of a client; arguments are separated by blanks.
     pub fn command(&self, line: &str) -> std::process::Command {
         let mut command = program(self.folder.path());

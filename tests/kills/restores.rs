@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use rapidraid::stage::Stage;
-use rustix::process::{Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::fleet::{Fleet, Plan};
@@ -47,7 +47,7 @@ impl Fleet {
 
     fn stand_still(&self, at: usize, still: bool) {
         let signal = if still { Signal::STOP } else { Signal::CONT };
-        kill_process(self.pid(at), signal).unwrap();
+        assert!(self.watch.signal(&self.members[at].name, signal));
     }
 }
 

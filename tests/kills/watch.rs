@@ -45,8 +45,8 @@ struct State {
 
 impl State {
     /// Under the lock: nobody waits for a process, and so frees its number, before it is taken out of here.
-    fn kill(&self, name: &str) -> bool {
-        self.pids.get(name).is_some_and(|pid| kill_process(*pid, Signal::KILL).is_ok())
+    fn signal(&self, name: &str, signal: Signal) -> bool {
+        self.pids.get(name).is_some_and(|pid| kill_process(*pid, signal).is_ok())
     }
 }
 
@@ -89,14 +89,19 @@ impl Watch {
             Victim::Sayer => name.to_owned(),
         };
         state.trap = None;
-        if state.kill(&victim) {
+        if state.signal(&victim, Signal::KILL) {
             state.killed = Some(Killed { name: victim, at: Instant::now() });
         }
     }
 
     /// Kills a process at once; `false` when it is none.
     pub fn kill(&self, name: &str) -> bool {
-        self.state().kill(name)
+        self.signal(name, Signal::KILL)
+    }
+
+    /// Sends a signal to a process; `false` when it is none.
+    pub fn signal(&self, name: &str, signal: Signal) -> bool {
+        self.state().signal(name, signal)
     }
 
     /// From now on the name is that of this process.

@@ -20,6 +20,7 @@ pub mod pipeline;
 pub mod placement;
 pub mod plan;
 pub mod planner;
+pub mod stage;
 pub mod store;
 pub mod topology;
 pub mod units;

@@ -41,14 +41,18 @@ impl Directory {
 
     /// Whether its lease lives, and it has not been found silent since.
     pub fn is_live(&self, node: NodeId) -> bool {
-        let silent = || self.silent.lock().unwrap_or_else(PoisonError::into_inner);
-        self.nodes.get(&node).is_some_and(|view| view.live) && !silent().contains(&node)
+        self.nodes.get(&node).is_some_and(|view| view.live) && !self.is_silent(node)
     }
 
     /// Notes whether a node answered: silent ones are asked last. Gives whether that is news.
     pub fn heard(&self, node: NodeId, answered: bool) -> bool {
         let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
         if answered { silent.remove(&node) } else { silent.insert(node) }
+    }
+
+    /// Whether it did not answer when it was asked last.
+    pub fn is_silent(&self, node: NodeId) -> bool {
+        self.silent.lock().unwrap_or_else(PoisonError::into_inner).contains(&node)
     }
 
     /// Live nodes that store data.

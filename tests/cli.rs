@@ -3,7 +3,6 @@
 #![allow(clippy::disallowed_methods)] // makes and breaks files of the machine
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
-#[path = "cli/machine.rs"]
 mod machine;
 
 use std::os::unix::fs::PermissionsExt;

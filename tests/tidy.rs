@@ -15,7 +15,7 @@ use source::{code_of, modules_named, tokens};
 /// The floors from the ground up. A floor uses those below it; within a floor a module uses those before it; the
 /// modules of a sibling group (joined by `+`) do not use each other.
 const FLOORS: &[&[&str]] = &[
-    &["id", "units", "kind", "clock", "entropy", "budget", "workers"],
+    &["id", "units", "kind", "clock", "entropy", "budget", "workers", "stage"],
     &["gf"],
     &["code"],
     &["format", "plan", "wire", "seal", "config"],

@@ -12,6 +12,7 @@ mod demo;
 pub mod files;
 mod holdings;
 mod init;
+mod log;
 mod node;
 pub mod picture;
 pub mod printer;
@@ -66,6 +67,9 @@ pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
 }
 
 async fn command(front: &mut Front, command: Command) -> Outcome {
+    if !matches!(command, Command::Node(_)) {
+        log::of_command(&front.env);
+    }
     match command {
         Command::Demo(options) => demo::run(front, options).await,
         Command::Cluster(Cluster::Init(options)) => init::run(&options),

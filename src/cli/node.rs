@@ -6,13 +6,11 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::util::SubscriberInitExt;
 
 use super::args::Node;
 use super::printer::{Answer, Failure};
 use super::table::Paint;
-use super::{Front, Outcome, connect, files};
+use super::{Front, Outcome, connect, files, log};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{LogFormat, MAX_FILE_BYTES, NodeConfig, Sources};
 use crate::kind::Kind;
@@ -42,7 +40,7 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     let sources = Sources { file: &options.config, text: &text, env: &front.env, options: &set };
     let config = NodeConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
     let identity = connect::identity(&config.membership)?;
-    start_log(&config);
+    log::of_daemon(&config);
 
     // Before the daemon, so that a signal during its start ends it in order too.
     let mut signals = Signals::new()?;
@@ -127,18 +125,4 @@ fn end_of_stdin() -> oneshot::Receiver<()> {
         let _ = ended.send(());
     });
     gone
-}
-
-/// Sends log lines to stderr. `RUST_LOG` selects by module where the setting is not enough.
-fn start_log(config: &NodeConfig) {
-    let level = config.log_level.as_str();
-    // What crates below us say is wanted only when something is wrong.
-    let default = format!("warn,rapidraid={level}");
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
-    // A second subscriber in one process (tests) is refused; the first one stays.
-    let _ = match config.log_format {
-        LogFormat::Text => log.with_ansi(false).finish().try_init(),
-        LogFormat::Json => log.json().finish().try_init(),
-    };
 }

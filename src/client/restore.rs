@@ -16,6 +16,7 @@ use crate::gf::FingerprintKey;
 use crate::id::{Job, ShardName, Step};
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader};
 use crate::pipeline::records::{self, RecordsError};
+use crate::stage::{Stage, about_to};
 use crate::store::{Disk, DiskError, DiskFile};
 use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::calls::GetState;
@@ -193,6 +194,7 @@ impl Client {
             let done_bytes = (done.fetch_add(bytes, Ordering::Relaxed) + bytes).min(total_bytes);
             progress(Progress { done_bytes, total_bytes });
         });
+        about_to(Stage::Plan, format_args!("{job}/{step}"));
         let planned = self.plan(&reading, &parts).await?;
         let (mut replica_stripes, mut decoded_stripes) = (0, 0);
         for Planned { reader, .. } in planned.iter().flatten() {
@@ -200,8 +202,10 @@ impl Client {
             *slot += 1;
         }
         let mut opened = Vec::new();
+        about_to(Stage::Deliver, format_args!("{job}/{step}"));
         let result = self.deliver(&reading, &parts, planned, output, &count, &mut opened).await;
         if let Some(output) = output {
+            about_to(Stage::Finish, format_args!("{job}/{step}"));
             finish_output(output, &parts, &opened, result.is_ok())?;
         }
         result?;

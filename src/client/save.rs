@@ -20,6 +20,7 @@ use crate::id::{Generation, Job, SaveId, ShardId, ShardName, Step, StripeId};
 use crate::kind::Kind;
 use crate::pipeline::save::{Failures, SaveError, Source, Upload};
 use crate::placement::{Spares, place, ring};
+use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::{
     Abort, Begin, BeginAnswer, Commit, Keep, NodeView, PutRecord, RecordName, Seal,
@@ -271,6 +272,7 @@ impl Saving {
         let Some(cut) = geometry.stripe(stripe.index) else {
             return Err(ClientError::NoShards);
         };
+        about_to(Stage::Send, stripe);
         let fixed = upload.stripe(stripe, cut, &mut places, spares).await?;
         let record = StripeRecord::new(&fixed, places.clone())?;
         upload.record(&fixed, &record, &places).await?;

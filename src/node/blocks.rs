@@ -23,6 +23,7 @@ use crate::net::frame::FramedRecv;
 use crate::pipeline::hop::{HopError, SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::run::RunError;
 use crate::plan::Input;
+use crate::stage::{Stage, about_to};
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Scope, StoreError};
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 use crate::wire::calls::{
@@ -179,6 +180,7 @@ impl Node {
                 None => None,
             }
         };
+        about_to(Stage::Block, format_args!("{}/{}", call.stripe, call.block));
         let finishing = self.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
@@ -349,6 +351,7 @@ impl Node {
             writer = self.write(writer, chunk).await?;
         }
         let root = call.root;
+        about_to(Stage::Fetch, key);
         self.on_store(move |_| writer.finish(Some(root))).await?;
         Ok(())
     }

@@ -24,6 +24,7 @@ use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::Role;
 use crate::pipeline::archive::shard_roots;
+use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::Failure;
 use crate::wire::calls::{
@@ -82,6 +83,7 @@ impl Node {
         let (n, k) = self.choose_code(nodes.len())?;
         nodes.truncate(MAX_RING);
         let (granted, period) = catalogue.lease_grant().await?;
+        about_to(Stage::Begin, format_args!("{}/{}", call.job, call.step));
         let begun = self.open_save(&*catalogue, &call, granted).await;
         if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
             && let Err(error) = catalogue.lease_revoke(granted).await
@@ -221,6 +223,7 @@ impl Node {
         };
         let fresh = ShardState::fresh(generation, geometry.stripes());
         let keys = [state_key(root.shard), root_key(root.save, root.index)];
+        about_to(Stage::Seal, root.shard);
         create(&*catalogue, &keys[0], &fresh).await?;
         create(&*catalogue, &keys[1], &root).await?;
         // The save may have been aborted, and removed, before these were there to be removed with it.
@@ -277,6 +280,7 @@ impl Node {
                 }
             };
             checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
+            about_to(Stage::Decide, format_args!("{}/{}", call.job, call.step));
             match write(&*catalogue, &key, Some(revision), &checkpoint).await? {
                 Written::Set(_) => return self.publish(&call.job, call.step, saved).await,
                 Written::Other(other) => current = other,
@@ -344,6 +348,7 @@ impl Node {
             checkpoint.removing.extend(superseded.clone());
             Ok(Some(checkpoint))
         };
+        about_to(Stage::Publish, format_args!("{job}/{step}"));
         update(&*catalogue, &checkpoint_key(job, step), change).await?;
         if let Some(entry) = superseded {
             self.remove_later(job.clone(), step, entry);
@@ -439,6 +444,7 @@ impl Node {
             checkpoint.removing.extend(entry.clone());
             Ok(Some(checkpoint))
         };
+        about_to(Stage::Removing, format_args!("{job}/{step}"));
         update(&*self.catalogue(), &checkpoint_key(job, step), change).await?;
         Ok(entry)
     }

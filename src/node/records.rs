@@ -14,6 +14,7 @@ use crate::format::records::{
 };
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
 use crate::kind::Kind;
+use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store};
 use crate::wire::Failure;
 use crate::wire::calls::{
@@ -69,6 +70,12 @@ impl Node {
             }
         };
         let (scope, name) = place_of(call.shard, call.record);
+        match call.record {
+            RecordName::Stripe { index } => {
+                about_to(Stage::Record, format_args!("{}/{index}", call.shard));
+            }
+            _ => about_to(Stage::Leaves, call.shard),
+        }
         // The save may be committed by now, also where no mark says so: what it fixed is written once. A rotten copy is none.
         let is_same = move |old: &[u8]| match call.record {
             RecordName::Stripe { .. } => {
@@ -101,6 +108,7 @@ impl Node {
         }
         let shard = mark.root.shard;
         self.admit_save(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
+        about_to(Stage::Mark, shard);
         self.on_store(move |store| {
             store.put_small(Scope::Shard(shard), MARK, &call.bytes)?;
             // A claim may have come in between; its rebuild may not have seen this.
@@ -120,6 +128,7 @@ impl Node {
         let (me, save) = (self.id, receipt.stripe.shard.save());
         self.on_store(move |store| {
             check_pieces(store, me, &receipt)?;
+            about_to(Stage::Receipt, receipt.stripe);
             let scope = Scope::Stripe(receipt.stripe);
             store.put_small(scope, &receipt_name(receipt.attempt), &call.bytes)?;
             store.raise_epoch(call.owner.epoch).map_err(Failure::from)
@@ -143,6 +152,7 @@ impl Node {
                 let text = format!("save {save} has a commit mark here: it was not aborted");
                 return Err(failure(Kind::Denied, text));
             }
+            about_to(Stage::Tombstone, save);
             store.put_small(save_scope(save), TOMBSTONE, &call.bytes)?;
             store.raise_epoch(epoch).map_err(Failure::from)
         })
@@ -191,6 +201,7 @@ impl Node {
                 ));
             }
             check_pieces(store, me, &receipt)?;
+            about_to(Stage::Drop, stripe);
             drop_files(store, me, &receipt)
         })
         .await

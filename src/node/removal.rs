@@ -21,6 +21,7 @@ use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::address;
 use crate::pipeline::archive::shard_roots;
+use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store};
 use crate::topology::Directory;
 use crate::wire::calls::{PutTombstone, RemoveAnswer, Sweep};
@@ -146,6 +147,7 @@ impl Node {
         step: Step,
         entry: &Removing,
     ) -> Result<(), Failure> {
+        about_to(Stage::Forget, entry.save);
         // By prefix: a save that died while it was sealed has states without roots.
         for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
             let mut after: Option<String> = None;
@@ -255,6 +257,7 @@ async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generati
         state.deleting = true;
         state.owner = None;
         state.generation = state.generation.next(catalogue.epoch());
+        about_to(Stage::Fence, shard);
         match write(catalogue, &key, Some(revision), &state).await? {
             Written::Set(_) => return Ok(state.generation),
             Written::Other(other) => current = other,
@@ -268,6 +271,7 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     if !has_tombstone && !store.is_entombed(save)? {
         return Err(failure(Kind::Denied, format!("no tombstone of save {save} is here")));
     }
+    about_to(Stage::Sweep, save);
     let mut bytes = 0;
     let first = u128::from_be_bytes(ShardId::new(save, 0).0);
     let mut after = first.checked_sub(1).map(|before| ShardId(before.to_be_bytes()));
@@ -280,6 +284,7 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
             bytes += sweep_shard(store, shard)?;
         }
     }
+    about_to(Stage::Grave, save);
     // Nothing is left to remove. The fence stays, in its small form; the tombstone goes when that is durable.
     if has_tombstone && store.entomb(save)? {
         store.remove_small(save_scope(save), TOMBSTONE)?;

@@ -1,22 +1,23 @@
 //! Reading a stripe back, from replicas or from any pieces that span, every grain verified.
 //!
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
-//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails, lies or is late is left out, and reading goes on from the same grain with others.
+//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails or lies is left out, and reading goes on from the same grain with others.
+//! One that is slow is passed over, and comes last from then on: it is waited for only when the others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
 
+mod inspect;
 mod source;
 mod way;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{join_all, try_join_all};
 
-use source::Stop;
+use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+use source::{Fault, Stop, all};
 pub use way::Lost;
 use way::{Holding, Way, explain, find_way};
 
@@ -29,20 +30,19 @@ use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::kind::Kind;
-use crate::net::call::{Caller, address};
+use crate::net::call::Caller;
 use crate::plan::check::{Goal, PlanError, check};
 use crate::planner::{Subject, direct_read};
 use crate::topology::Directory;
 use crate::units::GRAIN_BYTES;
-use crate::wire::calls::{FileView, Inspect, Suspect};
+use crate::wire::calls::Suspect;
 use crate::workers::{WorkerDied, Workers};
 
-/// A node that does not say within this what it has is left out at first.
-const INSPECT_LIMIT: Duration = Duration::from_secs(2);
-/// The same when too little was found without it.
-const PATIENT_LIMIT: Duration = Duration::from_secs(6);
 /// Wrong files that one restore remembers; a cluster with more is past reading around them.
 const MAX_ROTTEN: usize = 65_536;
+
+/// Nodes that a reader has passed over because they were slow: once each. Then it waits for them as long as it has to.
+type Passed = BTreeSet<NodeId>;
 
 /// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
@@ -164,32 +164,6 @@ pub struct StripeReader {
     way: Way,
 }
 
-async fn inspect_all(
-    reading: &Reading,
-    stripe: StripeId,
-    nodes: &BTreeSet<NodeId>,
-    limit: Duration,
-) -> BTreeMap<NodeId, Vec<FileView>> {
-    let asks = nodes.iter().map(|&node| async move {
-        let to = reading.directory.address(node)?;
-        let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
-        let news = reading.directory.heard(node, answer.is_ok());
-        match answer {
-            Ok(mut files) => {
-                files.retain(|view| !reading.is_rotten(stripe, node, view.file));
-                Some((node, files))
-            }
-            Err(error) => {
-                if news {
-                    reading.note(format!("{} is left out: {error}", to.name));
-                }
-                None
-            }
-        }
-    });
-    join_all(asks).await.into_iter().flatten().collect()
-}
-
 impl StripeReader {
     /// Finds a way to read `blocks` of the stripe, or says what is missing.
     pub async fn plan(
@@ -207,14 +181,18 @@ impl StripeReader {
         let known: BTreeSet<NodeId> =
             nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
         let stripe = info.fixed.stripe;
-        let mut held = inspect_all(&reading, stripe, &known, INSPECT_LIMIT).await;
-        let mut found = find_way(&root, &info, state, receipt.as_ref(), blocks, &held)?;
+        let find = |held: &Held| find_way(&root, &info, state, receipt.as_ref(), blocks, held);
+        // An error is no way, and none that waiting mends.
+        let is_enough = |held: &Held| find(held).map_or(true, |way| way.is_some());
+        let mut held = Held::new();
+        inspect_all(&reading, stripe, &known, INSPECT_LIMIT, &mut held, is_enough).await;
+        let mut found = find(&held)?;
         if found.is_none() {
             // Everybody else of the ring, and the silent ones again.
             nodes.extend(root.ring.iter().map(|member| member.node));
             let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
-            held.extend(inspect_all(&reading, stripe, &rest, PATIENT_LIMIT).await);
-            found = find_way(&root, &info, state, receipt.as_ref(), blocks, &held)?;
+            inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
+            found = find(&held)?;
         }
         let Some(way) = found else {
             let lost =
@@ -260,9 +238,10 @@ impl StripeReader {
         let len = self.info.fixed.cut.block_len(block);
         let end = crate::units::grains(len).min(grains.end);
         let mut next = grains.start;
-        let mut patience = self.reading.patience();
+        let (mut patience, mut passed) = (self.reading.patience(), Passed::new());
         while next < end {
-            let Some(&source) = sources.first() else {
+            let is_heard = |source: &&Holding| !self.reading.directory.is_silent(source.node);
+            let Some(&source) = sources.iter().find(is_heard).or(sources.first()) else {
                 return Err(ReadError::Lost(Lost {
                     shard: self.root.name.to_string(),
                     stripe: self.info.fixed.stripe.index,
@@ -271,7 +250,8 @@ impl StripeReader {
                 }));
             };
             let from = next;
-            let round = self.replica_round(block, source, &mut next, end, range, sink).await;
+            let round =
+                self.replica_round(block, source, &passed, &mut next, end, range, sink).await;
             if next > from {
                 patience = self.reading.patience();
             }
@@ -282,8 +262,9 @@ impl StripeReader {
                     self.wait(&mut patience, &holding, reason).await?;
                     sources.rotate_left(1);
                 }
-                Err(Stop::Source { holding, reason, rotten }) => {
-                    self.left_out(&holding, &reason, rotten);
+                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut passed),
+                Err(Stop::Source { holding, reason, fault }) => {
+                    self.left_out(&holding, &reason, fault);
                     sources.retain(|source| *source != holding);
                 }
             }
@@ -291,24 +272,26 @@ impl StripeReader {
         Ok(())
     }
 
+    #[allow(clippy::too_many_arguments)]
     async fn replica_round(
         &self,
         block: u8,
         source: Holding,
+        passed: &Passed,
         next: &mut u64,
         end: u64,
         range: &Range<u64>,
         sink: &Arc<dyn Sink>,
     ) -> Result<(), Stop> {
         let len = self.info.fixed.cut.block_len(block);
-        let mut file = self.open(source, *next..end, len).await?;
-        let mut ready = Some(self.grain(&mut file, *next, len).await?);
+        let mut file = self.open(source, *next..end, len, passed).await?;
+        let mut ready = Some(self.grain(&mut file, *next, len, passed).await?);
         while let Some(bytes) = ready.take() {
             let grain = *next;
             let deliver = self.deliver(vec![(block, bytes)], grain, range, sink);
             let fetch = async {
                 if grain + 1 < end {
-                    self.grain(&mut file, grain + 1, len).await.map(Some)
+                    self.grain(&mut file, grain + 1, len, passed).await.map(Some)
                 } else {
                     Ok(None)
                 }
@@ -317,7 +300,8 @@ impl StripeReader {
             match delivered {
                 Err(ReadError::Decoded { .. }) => {
                     let reason = "its bytes are not what was saved".into();
-                    return Err(Stop::Source { holding: source, reason, rotten: true });
+                    let fault = Fault::Rotten;
+                    return Err(Stop::Source { holding: source, reason, fault });
                 }
                 other => other?,
             }
@@ -335,10 +319,11 @@ impl StripeReader {
         sink: &Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
         let mut next = grains.start;
-        let mut patience = self.reading.patience();
+        let (mut patience, mut passed) = (self.reading.patience(), Passed::new());
         loop {
             let from = next;
-            let round = self.pieces_round(blocks, &mut next, grains.end, range, sink).await;
+            let round =
+                self.pieces_round(blocks, &passed, &mut next, grains.end, range, sink).await;
             if next > from {
                 patience = self.reading.patience();
             }
@@ -348,8 +333,9 @@ impl StripeReader {
                 Err(Stop::Busy { holding, reason }) => {
                     self.wait(&mut patience, &holding, reason).await?;
                 }
-                Err(Stop::Source { holding, reason, rotten }) => {
-                    self.left_out(&holding, &reason, rotten);
+                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut passed),
+                Err(Stop::Source { holding, reason, fault }) => {
+                    self.left_out(&holding, &reason, fault);
                     if let Way::Pieces { pieces, .. } = &mut self.way {
                         pieces.retain(|_, piece| *piece != holding);
                     }
@@ -361,6 +347,7 @@ impl StripeReader {
     async fn pieces_round(
         &self,
         blocks: &[u8],
+        passed: &Passed,
         next: &mut u64,
         end: u64,
         range: &Range<u64>,
@@ -376,8 +363,12 @@ impl StripeReader {
             needs: format!("{} good pieces that span", code.k()),
             missing: vec![format!("only {} pieces are left", available.len())],
         };
-        let program =
-            reconstruct(code, &available, &wanted).map_err(too_few).map_err(ReadError::Lost)?;
+        let is_heard = |piece: &usize| !self.reading.directory.is_silent(pieces[piece].node);
+        let heard: Vec<usize> = available.iter().copied().filter(is_heard).collect();
+        let program = reconstruct(code, &heard, &wanted)
+            .or_else(|_| reconstruct(code, &available, &wanted))
+            .map_err(too_few)
+            .map_err(ReadError::Lost)?;
         let program = Arc::new(program);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
@@ -386,12 +377,12 @@ impl StripeReader {
             match self.file_len(source) {
                 // A block past the shard's end: nobody has a file of it.
                 0 => Ok(None),
-                len => self.open(source, from..until, len).await.map(Some),
+                len => self.open(source, from..until, len, passed).await.map(Some),
             }
         });
         // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
-        let mut files = try_join_all(opens).await?;
-        let mut ready = Some(self.grains(&mut files, *next).await?);
+        let mut files = all(opens).await?;
+        let mut ready = Some(self.grains(&mut files, *next, passed).await?);
         while let Some(inputs) = ready.take() {
             let grain = *next;
             let work = async {
@@ -412,7 +403,7 @@ impl StripeReader {
             };
             let fetch = async {
                 if grain + 1 < end {
-                    self.grains(&mut files, grain + 1).await.map(Some)
+                    self.grains(&mut files, grain + 1, passed).await.map(Some)
                 } else {
                     Ok(None)
                 }
@@ -464,12 +455,26 @@ impl StripeReader {
         }
     }
 
-    fn left_out(&self, holding: &Holding, reason: &str, rotten: bool) {
+    /// Others come first, in this stripe and in the rest of the restore. That is no incident: it may be busy.
+    fn passed_over(&self, slow: &[Holding], passed: &mut Passed) {
+        for node in slow.iter().map(|holding| holding.node) {
+            passed.insert(node);
+            if self.reading.directory.heard(node, false) {
+                let node = self.reading.directory.name(node);
+                tracing::info!(node, "slow: others are read first");
+            }
+        }
+    }
+
+    fn left_out(&self, holding: &Holding, reason: &str, fault: Fault) {
+        if fault == Fault::Silent {
+            self.reading.directory.heard(holding.node, false);
+        }
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
-        if !rotten {
+        if fault != Fault::Rotten {
             return;
         }
         let mut known = self.reading.rotten.lock().unwrap_or_else(PoisonError::into_inner);

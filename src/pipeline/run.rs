@@ -25,6 +25,7 @@ use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
+use crate::stage::{Stage, about_to};
 use crate::store::disk::AlignedBuffer;
 use crate::store::{PieceSpec, Store, StoreError, StoredFile};
 use crate::units::{GRAIN_BYTES, grains};
@@ -242,12 +243,25 @@ impl Runs {
         unused.into_iter().for_each(|run| Self::forget(&mut table, run));
     }
 
+    /// Gives back what earlier owners of the shard were admitted with and never ran: the node obeys them no more.
+    fn give_back_superseded(&self, order: &Order) {
+        let mut table = self.table();
+        let is_over = |part: &Admitted| {
+            part.order.stripe.shard == order.stripe.shard
+                && part.order.generation < order.generation
+        };
+        let over = table.admitted.iter().filter(|(_, part)| is_over(part));
+        let over: Vec<[u8; 16]> = over.map(|(run, _)| *run).collect();
+        over.into_iter().for_each(|run| Self::forget(&mut table, run));
+    }
+
     /// Admits a part: all memory that it will ever use is taken here.
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
         let code = check(&order)?;
         let needed_bytes = order_bytes(&order);
         // First what nobody uses goes back: it may be all there is.
         self.give_back_unused();
+        self.give_back_superseded(&order);
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
@@ -432,6 +446,7 @@ impl Runs {
         let mut proofs = Vec::new();
         for piece in pieces_of(order) {
             let shared = shared.clone();
+            about_to(Stage::Piece, format_args!("{}/{piece}", order.stripe));
             let job = move || -> Result<PieceProof, RunError> {
                 let missing = RunError::Order { what: "a piece was not opened" };
                 let slot = shared.pieces.get(&piece).ok_or(missing)?;
@@ -564,6 +579,20 @@ mod tests {
             Err(RunError::Unknown)
         ));
         runs.release([3; 16]);
+        assert_eq!(memory.used_bytes(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_an_earlier_owner_of_the_shard_reserved_goes_to_the_next_at_once() {
+        let (runs, memory) = runs(&Arc::new(MemoryDisk::new(1 << 20)));
+        runs.reserve(order(1)).await.unwrap();
+        let generation = Generation::default().next(crate::id::Epoch::default());
+        runs.reserve(Order { generation, ..order(2) }).await.unwrap();
+        // An order of another shard takes nothing from anybody.
+        let stripe = StripeId { shard: ShardId([9; 16]), index: 0 };
+        let other = Order { generation: generation.next(generation.epoch), stripe, ..order(3) };
+        assert!(matches!(runs.reserve(other).await, Err(RunError::Busy { .. })));
+        runs.release([2; 16]);
         assert_eq!(memory.used_bytes(), 0);
     }
 }

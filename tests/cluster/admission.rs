@@ -1,5 +1,6 @@
 //! Admission: nobody waits for anybody in a circle, and a wait for memory is no failure (docs/semantics.md, 7).
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -155,13 +156,13 @@ async fn short_requests_do_not_wait_for_long_ones() {
     world.assert_idle().await;
 }
 
-/// A peer that reads a file of each node, so slowly that it takes all their memory for reads for `held`.
-async fn read_slowly(world: &World, step: u64, held: Duration) {
-    let voice = world.voice(Role::Client, &format!("slow{step}"));
+/// A peer that reads a file of each of these nodes, so slowly that it takes all their memory for reads for `held`.
+async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, held: Duration) {
+    let voice = world.voice(Role::Client, &format!("slow{step}-{}", nodes.start()));
     let root = &world.client().show(&job(), Some(Step(step))).await.unwrap().shards[0].0.clone();
     let stripe = StripeId { shard: root.shard, index: 0 };
     let mut open = Vec::new();
-    for index in 1..=4 {
+    for index in nodes {
         let to = world.node_address(index);
         let view = voice.ask(&to, &Inspect { stripe }).await.unwrap().remove(0);
         let len_bytes = view.len_bytes;
@@ -196,13 +197,30 @@ async fn a_restore_waits_for_nodes_that_are_busy_and_loses_nothing() {
     }
     client.archive(&job(), Some(Step(2)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
     for step in [1, 2] {
-        read_slowly(&world, step, held).await;
+        read_slowly(&world, step, 1..=4, held).await;
         let began = Instant::now();
         let (out, report) = restore(&client, step).await.unwrap();
         assert!(read_file(&*out, "weights") == bytes);
         assert_eq!(report.incidents, Vec::<String>::new(), "busy is no incident");
         let took = began.elapsed();
         assert!(took >= held && took < held + Duration::from_secs(20), "step {step}: {took:?}");
+        world.assert_idle().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restore_does_without_nodes_that_are_busy_when_others_are_enough() {
+    let world = World::with_memory(4, &[(4, 2)], 4 << 20, TIGHT_BYTES).await;
+    let client = world.client();
+    let bytes = content(8 << 20, 1);
+    save(&client, 1, &[("weights", &bytes)]).await;
+    client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    for busy in [1..=2, 3..=4] {
+        read_slowly(&world, 1, busy.clone(), Duration::from_secs(20)).await;
+        let began = Instant::now();
+        let (out, _) = restore(&client, 1).await.unwrap();
+        assert!(read_file(&*out, "weights") == bytes);
+        assert!(began.elapsed() < Duration::from_secs(4), "{busy:?}: {:?}", began.elapsed());
         world.assert_idle().await;
     }
 }

@@ -1,18 +1,22 @@
 //! What a restore writes: below its folder, not over files that are there, all or nothing.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use rapidraid::client::{ClientError, RestoreRequest, SaveOptions};
+use bytes::Bytes;
+use rapidraid::client::{Client, ClientError, RestoreRequest, SaveOptions};
 use rapidraid::id::Step;
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::store::{Disk, MemoryDisk};
-use rapidraid::wire::calls::Seal;
+use rapidraid::wire::calls::{PlanChoice, Seal};
 use rapidraid::wire::request_to_bytes;
 
 use crate::world::look::files_below;
 use crate::world::raw::empty_root;
-use crate::world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
+use crate::world::{
+    World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
+};
 
 /// A disk with one file.
 fn holding(path: &str) -> Arc<MemoryDisk> {
@@ -130,6 +134,47 @@ async fn a_shard_that_is_the_folder_of_another_is_refused_and_restored_alone() {
         assert_eq!(files_below(&*out, ""), [name]);
         assert_eq!(read_file(&*out, name), *bytes);
     }
+}
+
+/// Fourteen stripes, archived: each of the six nodes has a piece of each.
+async fn archived_stripes(world: &World) -> (Client, Bytes) {
+    let (client, bytes) = (world.client(), content(14 * (4 << 16) - 5, 3));
+    save(&client, 1, &[("a", &bytes)]).await;
+    let chain = options(PlanChoice::Chain);
+    let archived = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await.unwrap();
+    assert_eq!(archived.undropped, 0);
+    (client, bytes)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_says_nothing_is_not_waited_for_when_others_are_enough() {
+    let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let (_, bytes) = archived_stripes(&world).await;
+    let _silent = world.silence(4).await;
+    let client = world.client();
+    let began = tokio::time::Instant::now();
+    let (out, report) = restore(&client, 1).await.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}: {report:?}", began.elapsed());
+    assert_eq!(read_file(&*out, "a"), bytes);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
+    let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let (client, bytes) = archived_stripes(&world).await;
+    let (began, first) = (tokio::time::Instant::now(), Arc::new(tokio::sync::Notify::new()));
+    let (out, told) = (Arc::new(MemoryDisk::new(1 << 23)), first.clone());
+    let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
+    let restoring = tokio::spawn(async move {
+        let progress = Arc::new(move |_| told.notify_one());
+        client.restore(&job(), Some(Step(1)), request, progress).await
+    });
+    first.notified().await;
+    let _silent = world.silence(4).await;
+    let report = restoring.await.unwrap().unwrap();
+    assert_eq!(report.incidents.len(), 1, "{report:?}");
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}: {report:?}", began.elapsed());
+    assert_eq!(read_file(&*out, "a"), bytes);
 }
 
 #[tokio::test(start_paused = true)]

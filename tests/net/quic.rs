@@ -415,3 +415,39 @@ async fn a_transfer_with_large_datagrams_does_not_stand_still() {
     })
     .await;
 }
+
+/// A node whose process dies and starts again at once: its peer sees that long before the connection would be idle.
+#[tokio::test]
+async fn a_node_that_starts_anew_is_noticed_at_once() {
+    in_time(async {
+        let ours = authority(1);
+        let (a, c) = (identity(&ours, Role::Node, "a"), identity(&ours, Role::Client, "c"));
+        let idle_timeout = Duration::from_secs(3600);
+        let limits = TransportLimits { idle_timeout, ..Default::default() };
+        let listen = |at: SocketAddr| {
+            let (a, limits) = (a.clone(), limits.clone());
+            async move { QuicTransport::listen(at, &a, &limits, SystemClock::new()).await.unwrap() }
+        };
+        let process = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        let (told, addr) = tokio::sync::oneshot::channel();
+        let first = listen("127.0.0.1:0".parse().unwrap());
+        process.spawn(async move {
+            let node = first.await;
+            told.send(node.local_addr().unwrap()).unwrap();
+            let _connection = node.accept().await.unwrap();
+            std::future::pending::<()>().await;
+        });
+        let addr = addr.await.unwrap();
+        let client = QuicTransport::connect_only(&c, &limits, SystemClock::new()).await.unwrap();
+        let address = Address { host_port: addr.to_string(), node: Some("a".parse().unwrap()) };
+        let connection = client.connect(&address).await.unwrap();
+        process.shutdown_background();
+        // Its socket is closed when the last task of the process is gone.
+        while UdpSocket::bind(addr).is_err() {
+            tokio::task::yield_now().await;
+        }
+        let _again = listen(addr).await;
+        connection.closed().await;
+    })
+    .await;
+}

@@ -5,6 +5,7 @@
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
 mod fuzz;
+mod kills;
 mod mutants;
 mod recipe;
 mod soak;
@@ -18,6 +19,11 @@ cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/m
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
 cargo xtask fuzz [--seconds N] [--target T] [--seed S]    the fuzz targets for N seconds in all (60)
+cargo xtask kills --cells [--seed S] [--jobs J]     real daemons: who is killed x at which stage, all of it
+cargo xtask kills --cell ROLE:DEED.STAGE [--seed S] one cell of it, as head:archive.piece
+cargo xtask kills --random N [--seed S]             N kills at any moment, two clients at work
+cargo xtask kills --restores [--mib M]              sixteen daemons: restores with nodes gone or standing still
+cargo xtask kills --standstill                      64 stripes at once over them, with the least memory
 cargo xtask help    this text
 
 The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
@@ -30,6 +36,7 @@ fn main() -> ExitCode {
         ["mutants", part] => mutants::run(Some(part)),
         ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),
         ["fuzz", rest @ ..] => fuzz::parse(rest).map_or_else(misused, |what| fuzz::fuzz(&what)),
+        ["kills", rest @ ..] => kills::parse(rest).map_or_else(misused, |what| kills::kills(&what)),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS

@@ -7,6 +7,7 @@
 mod connection;
 mod crypto;
 mod limits;
+mod reset;
 mod socket;
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -120,7 +121,10 @@ impl QuicTransport {
     ) -> Result<Self, NetError> {
         let mut client = quinn::ClientConfig::new(crypto::client_crypto(identity)?);
         client.transport_config(limits.transport_config()?);
-        let config = limits::endpoint_config()?;
+        let mut config = limits::endpoint_config()?;
+        if server.is_some() {
+            reset::outlive_restarts(&mut config, identity);
+        }
         let wrong = |error: std::io::Error| NetError::Socket {
             addr: addr.to_string(),
             reason: error.to_string(),

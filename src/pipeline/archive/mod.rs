@@ -30,6 +30,7 @@ use crate::kind::Kind;
 use crate::net::call::{CallError, Caller};
 use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
+use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
 use shard::OwnedShard;
@@ -281,6 +282,7 @@ impl Coordinator {
         let (options, failures) = (found.options, found.failures());
         let ours = Archiving { node: self.me, lease: tenure.lease, options, waiting: None };
         let key = archiving_key(job, step);
+        about_to(Stage::Wish, format_args!("{job}/{step}"));
         match write(&*self.catalogue, &key, Some(revision), &ours).await? {
             Written::Set(_) => self.carry_out(job, step, options, events, &tenure, failures).await,
             Written::Other(_) => Ok(self.catalogue.lease_revoke(tenure.lease).await?),
@@ -332,6 +334,7 @@ impl Coordinator {
             }
             let failures = current.as_ref().map_or(0, |(other, _)| other.failures());
             let revision = current.map(|(_, revision)| revision);
+            about_to(Stage::Wish, format_args!("{job}/{step}"));
             match write(&*self.catalogue, &key, revision, &ours).await? {
                 Written::Set(_) => return Ok(failures),
                 Written::Other(other) => current = other,
@@ -348,6 +351,7 @@ impl Coordinator {
         waiting: Option<Waiting>,
     ) -> Result<(), ArchiveError> {
         let key = archiving_key(job, step);
+        about_to(Stage::Done, format_args!("{job}/{step}"));
         if let Some((claim, revision)) = read::<Archiving>(&*self.catalogue, &key).await?
             && claim.lease == tenure.lease
         {

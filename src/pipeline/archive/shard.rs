@@ -13,6 +13,7 @@ use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
 use crate::pipeline::records;
+use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveOptions, PlanChoice};
 
@@ -96,6 +97,7 @@ impl OwnedShard {
                 last.count += if same { next.count } else { 0 };
                 same
             });
+            about_to(Stage::Take, root.shard);
             match write(catalogue, &key, Some(revision), &state).await? {
                 Written::Set(revision) => {
                     let (state, leaves) = (Mutex::new((state, revision)), OnceCell::new());

@@ -21,6 +21,7 @@ use crate::placement::place;
 use crate::plan::check::{Goal, check};
 use crate::plan::{Output, Plan};
 use crate::planner::{self, Subject};
+use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::Failure;
 use crate::wire::calls::{
@@ -105,6 +106,7 @@ impl Coordinator {
             }
             _ => return Ok(()),
         };
+        about_to(Stage::Replicas, info.fixed.stripe);
         let places = self.ensure_replicas(shard, &info, &directory).await?;
         let context = Context { shard, fixed: &info.fixed, directory: &directory, options };
         let subject = Subject {
@@ -121,9 +123,12 @@ impl Coordinator {
         let orders = build(self, &context, &plan, &checked)?;
 
         let started = self.clock.now();
+        about_to(Stage::Reserve, stripe);
         self.reserve(&orders).await?;
         let reserved = self.clock.now();
+        about_to(Stage::Run, stripe);
         let reports = self.run(&orders).await?;
+        about_to(Stage::Proof, stripe);
         let pieces = judge(&context, &plan, &reports)?;
         let proven = self.clock.now();
         let receipt =
@@ -131,6 +136,7 @@ impl Coordinator {
         self.put_receipts(shard, &orders, &receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
+        about_to(Stage::Archived, stripe);
         shard.set(self, index, archived).await?;
         let committed = self.clock.now();
         self.drop_replicas(shard, &info, &directory, &receipt, &places).await?;
@@ -313,6 +319,7 @@ impl Coordinator {
         });
         if join_all(drops).await.into_iter().all(|dropped| dropped) {
             let state = StripeState::Archived { attempt, code, generation, dropped: true };
+            about_to(Stage::Dropped, call.stripe);
             match shard.set(self, index, state).await {
                 // It does not fit into the shard's record now: the drop is asked for again another time.
                 Err(error @ ArchiveError::Format(_)) => {

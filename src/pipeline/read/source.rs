@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::try_join_all;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 
 use super::way::Holding;
-use super::{ReadError, StripeReader};
+use super::{Passed, ReadError, StripeReader};
 use crate::clock::deadline;
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
@@ -17,7 +18,11 @@ use crate::net::call::{CallError, Exchange, address};
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{Read, ReadAnswer};
 
-/// A source that gives nothing for so long is left out.
+/// A source that gives nothing for so long is passed over once, for others that may do without it.
+const SLOW_LIMIT: Duration = Duration::from_secs(1);
+/// The same for the answer to an open.
+const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
+/// A source that gives nothing for so long, when it is tried again for want of others, is left out.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 /// The same for the answer to an open: a busy node may let a reader wait for memory.
 const OPEN_LIMIT: Duration = Duration::from_secs(12);
@@ -30,11 +35,15 @@ pub(super) struct OpenFile {
 
 /// Why a round of reading ended: a source is out, or it is over for good.
 pub(super) enum Stop {
-    /// A source does not answer, or not in time; or, `rotten`, gave bytes that are not what they should be.
+    /// A source is out.
     Source {
         holding: Holding,
         reason: String,
-        rotten: bool,
+        fault: Fault,
+    },
+    /// Sources are late; others come first from now on.
+    Slow {
+        holdings: Vec<Holding>,
     },
     /// A source's node has no memory for a reader now.
     Busy {
@@ -44,10 +53,42 @@ pub(super) enum Stop {
     Fatal(ReadError),
 }
 
+/// What is wrong with a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// Its node does not have it any more.
+    Gone,
+    /// Its node does not answer.
+    Silent,
+    /// Its bytes are not what they should be.
+    Rotten,
+}
+
 impl<E: Into<ReadError>> From<E> for Stop {
     fn from(error: E) -> Self {
         Stop::Fatal(error.into())
     }
+}
+
+/// What all of them give, in order. A failure ends it at once; those that are slow are, and all together, when the others are done.
+pub(super) async fn all<T>(
+    reads: impl IntoIterator<Item = impl Future<Output = Result<T, Stop>>>,
+) -> Result<Vec<T>, Stop> {
+    let numbered = reads.into_iter().enumerate().map(|(at, read)| async move { (at, read.await) });
+    let mut running: FuturesUnordered<_> = numbered.collect();
+    let (mut done, mut slow) = (Vec::with_capacity(running.len()), Vec::new());
+    while let Some((at, result)) = running.next().await {
+        match result {
+            Ok(value) => done.push((at, value)),
+            Err(Stop::Slow { holdings }) => slow.extend(holdings),
+            Err(stop) => return Err(stop),
+        }
+    }
+    if !slow.is_empty() {
+        return Err(Stop::Slow { holdings: slow });
+    }
+    done.sort_unstable_by_key(|(at, _)| *at);
+    Ok(done.into_iter().map(|(_, value)| value).collect())
 }
 
 impl StripeReader {
@@ -59,18 +100,21 @@ impl StripeReader {
         }
     }
 
+    /// Opens a source for `grains`; its file has `len` bytes. `passed` are the nodes that this reader has passed over.
     pub(super) async fn open(
         &self,
         holding: Holding,
         grains: Range<u64>,
         len: u64,
+        passed: &Passed,
     ) -> Result<OpenFile, Stop> {
         if len == 0 {
             return Ok(OpenFile { holding, open: None });
         }
-        let stop = |reason: String, rotten| Stop::Source { holding, reason, rotten };
+        let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
+        let is_patient = passed.contains(&holding.node);
         let to = self.reading.directory.address(holding.node);
-        let to = address(&to.ok_or_else(|| stop("it is not registered".into(), false))?);
+        let to = address(&to.ok_or_else(|| stop("it is not registered".into(), Fault::Gone))?);
         let from = (grains.start * GRAIN_BYTES).min(len);
         let end = (grains.end * GRAIN_BYTES).min(len);
         let call = Read {
@@ -87,18 +131,27 @@ impl StripeReader {
             let answer: ReadAnswer = exchange.answer().await?;
             Ok::<_, CallError>((exchange, answer))
         };
-        let (exchange, answer) = match deadline(clock, OPEN_LIMIT, work).await {
+        let limit = if is_patient { OPEN_LIMIT } else { SLOW_OPEN_LIMIT };
+        let (exchange, answer) = match deadline(clock, limit, work).await {
             Ok(Ok(opened)) => opened,
             Ok(Err(error)) if error.kind() == Kind::Busy => {
                 return Err(Stop::Busy { holding, reason: error.to_string() });
             }
-            Ok(Err(error)) => return Err(stop(error.to_string(), error.kind() == Kind::Corrupt)),
-            Err(late) => return Err(stop(late.to_string(), false)),
+            Ok(Err(error)) => {
+                let fault = match error.kind() {
+                    Kind::Corrupt => Fault::Rotten,
+                    _ if error.is_unanswered() => Fault::Silent,
+                    _ => Fault::Gone,
+                };
+                return Err(stop(error.to_string(), fault));
+            }
+            Err(late) if is_patient => return Err(stop(late.to_string(), Fault::Silent)),
+            Err(_) => return Err(Stop::Slow { holdings: vec![holding] }),
         };
         let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
-            .map_err(|error| stop(error.to_string(), true))?;
+            .map_err(|error| stop(error.to_string(), Fault::Rotten))?;
         if answer.len_bytes != len || tree.root() != holding.root {
-            return Err(stop("its hashes are not those of the record".into(), true));
+            return Err(stop("its hashes are not those of the record".into(), Fault::Rotten));
         }
         Ok(OpenFile { holding, open: Some((exchange, tree)) })
     }
@@ -109,21 +162,27 @@ impl StripeReader {
         file: &mut OpenFile,
         grain: u64,
         len: u64,
+        passed: &Passed,
     ) -> Result<Bytes, Stop> {
         let holding = file.holding;
-        let stop = |reason: String, rotten| Stop::Source { holding, reason, rotten };
+        let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
+        let is_patient = passed.contains(&holding.node);
         let want = len.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
         let Some((exchange, tree)) = file.open.as_mut().filter(|_| want > 0) else {
             return Ok(Bytes::new());
         };
         let clock = &**self.reading.caller.clock();
-        let read = deadline(clock, STALL_LIMIT, exchange.recv.read_exact(want)).await;
-        let read = read.map_err(|late| stop(late.to_string(), false))?;
-        let bytes = read.map_err(|error| stop(error.to_string(), false))?;
+        let limit = if is_patient { STALL_LIMIT } else { SLOW_LIMIT };
+        let read = deadline(clock, limit, exchange.recv.read_exact(want)).await;
+        let read = read.map_err(|late| match is_patient {
+            true => stop(late.to_string(), Fault::Silent),
+            false => Stop::Slow { holdings: vec![holding] },
+        })?;
+        let bytes = read.map_err(|error| stop(error.to_string(), Fault::Silent))?;
         if tree.verify_grain(grain, &bytes) {
             Ok(bytes)
         } else {
-            Err(stop(format!("grain {grain} is corrupt"), true))
+            Err(stop(format!("grain {grain} is corrupt"), Fault::Rotten))
         }
     }
 
@@ -132,12 +191,13 @@ impl StripeReader {
         &self,
         files: &mut [Option<OpenFile>],
         grain: u64,
+        passed: &Passed,
     ) -> Result<Vec<Bytes>, Stop> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
             let Some(file) = file else { return Ok(vec![0; padded].into()) };
             let len = self.file_len(file.holding);
-            let bytes = self.grain(file, grain, len).await?;
+            let bytes = self.grain(file, grain, len, passed).await?;
             if bytes.len() == padded {
                 return Ok(bytes);
             }
@@ -145,6 +205,6 @@ impl StripeReader {
             whole.resize(padded, 0);
             Ok::<Bytes, Stop>(whole.into())
         });
-        try_join_all(reads).await
+        all(reads).await
     }
 }

@@ -1,12 +1,15 @@
-//! Real daemons and real commands for the tests of the command line: every process is bounded in time and killed by
-//! its own handle, also when a test fails.
+//! Real daemons and real commands for tests: every process is bounded in time and killed by its own handle, also when a
+//! test fails.
 #![allow(clippy::disallowed_methods)] // polls processes of the machine
+#![allow(dead_code)] // no test uses all of it
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -59,27 +62,65 @@ pub fn program(folder: &Path) -> Command {
     command
 }
 
-/// Runs a command to its end.
-pub fn run(mut command: Command) -> Ended {
-    let mut child =
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let read = |mut from: Box<dyn Read + Send>| {
-        std::thread::spawn(move || {
+/// Told each line that a process says on stderr, as it comes.
+pub type Listener = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// A command that runs.
+pub struct Running {
+    pub child: Child,
+    what: String,
+    out: JoinHandle<String>,
+    err: JoinHandle<String>,
+}
+
+impl Running {
+    pub fn start(mut command: Command, listener: Listener) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut stdout = child.stdout.take().unwrap();
+        let out = std::thread::spawn(move || {
             let mut text = String::new();
-            from.read_to_string(&mut text).unwrap();
+            stdout.read_to_string(&mut text).unwrap();
             text
-        })
-    };
-    let out = read(Box::new(child.stdout.take().unwrap()));
-    let err = read(Box::new(child.stderr.take().unwrap()));
-    let code = exit_code(&mut child).unwrap_or_else(|| panic!("{command:?} does not end"));
-    Ended { code, out: out.join().unwrap(), err: err.join().unwrap() }
+        });
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let err = std::thread::spawn(move || {
+            let mut text = String::new();
+            for line in stderr.lines().map_while(Result::ok) {
+                listener(&line);
+                text.push_str(&line);
+                text.push('\n');
+            }
+            text
+        });
+        Self { child, what: format!("{command:?}"), out, err }
+    }
+
+    /// Whether it has exited. Its number stays its own until [`Running::ended`].
+    pub fn has_exited(&self) -> bool {
+        use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        waitid(WaitId::Pid(Pid::from_child(&self.child)), options).unwrap().is_some()
+    }
+
+    /// Waits for its end, at most `limit`.
+    pub fn ended(mut self, limit: Duration) -> Ended {
+        let code = exit_code(&mut self.child, limit);
+        let (out, err) = (self.out.join().unwrap(), self.err.join().unwrap());
+        let code = code.unwrap_or_else(|| panic!("{} does not end: {err}", self.what));
+        Ended { code, out, err }
+    }
+}
+
+/// Runs a command to its end.
+pub fn run(command: Command) -> Ended {
+    Running::start(command, Arc::new(|_| ())).ended(LIMIT)
 }
 
 /// The exit code; None, and a dead child, when it does not end in time. A signal counts as -1.
-pub fn exit_code(child: &mut Child) -> Option<i32> {
+pub fn exit_code(child: &mut Child, limit: Duration) -> Option<i32> {
     let start = Instant::now();
-    while start.elapsed() < LIMIT {
+    while start.elapsed() < limit {
         if let Some(status) = child.try_wait().unwrap() {
             return Some(status.code().unwrap_or(-1));
         }
@@ -99,7 +140,13 @@ pub struct Daemon {
 impl Daemon {
     pub fn start(folder: &Path, config: &Path, more: &[&str]) -> Self {
         let mut command = program(folder);
-        command.arg("node").arg("--config").arg(config).arg("--stop-at-eof").args(more);
+        command.arg("node").arg("--config").arg(config).args(more);
+        Self::told(command, Arc::new(|_| ()))
+    }
+
+    /// The daemon of a `node` command, whose lines go to `listener` too.
+    pub fn told(mut command: Command, listener: Listener) -> Self {
+        command.arg("--stop-at-eof");
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -110,7 +157,10 @@ impl Daemon {
         let stderr = BufReader::new(child.stderr.take().unwrap());
         std::thread::spawn(move || {
             // Read to the end, so that the daemon never waits for us.
-            stderr.lines().map_while(Result::ok).for_each(|line| drop(told.send(line)));
+            for line in stderr.lines().map_while(Result::ok) {
+                listener(&line);
+                drop(told.send(line));
+            }
         });
         Self { child, lines }
     }
@@ -129,7 +179,7 @@ impl Daemon {
 
     /// Waits for its end.
     pub fn ended(mut self) -> Ended {
-        let code = exit_code(&mut self.child).expect("the daemon does not end");
+        let code = exit_code(&mut self.child, LIMIT).expect("the daemon does not end");
         let err = self.lines.iter().collect::<Vec<_>>().join("\n");
         Ended { code, out: String::new(), err }
     }
@@ -149,11 +199,21 @@ impl Drop for Daemon {
     }
 }
 
-/// A free UDP port.
+/// Free UDP ports, below those that the system gives to clients: none is taken while its daemon is away.
 pub fn free_ports(count: usize) -> Vec<u16> {
-    let sockets: Vec<UdpSocket> =
-        (0..count).map(|_| UdpSocket::bind(("127.0.0.1", 0)).unwrap()).collect();
-    sockets.iter().map(|socket| socket.local_addr().unwrap().port()).collect()
+    const PORTS: std::ops::Range<u16> = 16_384..32_000;
+    static TAKEN: AtomicU16 = AtomicU16::new(0);
+    // Tests run in processes of their own, side by side.
+    let first = std::process::id().wrapping_mul(61) as u16;
+    let mut ports = Vec::new();
+    while ports.len() < count {
+        let next = first.wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed));
+        let port = PORTS.start + next % (PORTS.end - PORTS.start);
+        if UdpSocket::bind(("127.0.0.1", port)).is_ok() {
+            ports.push(port);
+        }
+    }
+    ports
 }
 
 /// A cluster on this machine, in a folder of its own.

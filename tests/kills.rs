@@ -1,0 +1,117 @@
+//! Real daemons, commands, sockets and files, and SIGKILL: at every stage of every operation, and at any moment.
+//!
+//! The suite plays some cells of the matrix and a short storm; `cargo xtask kills` plays the rest (docs/testing.md).
+#![allow(clippy::disallowed_methods)] // processes of the machine, in the machine's time
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
+
+mod machine;
+
+#[path = "kills/cell.rs"]
+mod cell;
+#[path = "kills/fleet.rs"]
+mod fleet;
+#[path = "kills/ledger.rs"]
+mod ledger;
+#[path = "kills/rest.rs"]
+mod rest;
+#[path = "kills/storm.rs"]
+mod storm;
+#[path = "kills/watch.rs"]
+mod watch;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use cell::Cell;
+use fleet::{Fleet, Plan};
+
+/// Fleets that cells are played on at once: a cell mostly waits.
+const JOBS: u64 = 3;
+/// Cells in the suite: each role, each operation, the stages around each commit point.
+const SUITE: [&str; 12] = [
+    "gateway:save.decide",
+    "head:save.block",
+    "home:save.publish",
+    "client:save.seal",
+    "middle:replace.mark",
+    "home:archive.archived",
+    "gateway:archive.proof",
+    "tail:archive.piece",
+    "head:archive.drop",
+    "client:archive.reserve",
+    "gateway:rm.tombstone",
+    "middle:rm.sweep",
+];
+
+/// Kills of the suite's storm.
+const SUITE_KILLS: u64 = 10;
+
+fn fleet_of_cells() -> Fleet {
+    Fleet::start(&Plan { nodes: cell::NODES, code: cell::CODE, set: &[cell::BLOCK] })
+}
+
+/// Plays cells on several fleets at once, each made anew after a failure; all failures are told.
+fn play_cells(cells: &[Cell]) {
+    let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
+    let jobs = number("RAPIDRAID_SOAK_JOBS").unwrap_or(JOBS).min(cells.len() as u64);
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let started = Instant::now();
+    let work = || {
+        let mut fleet = None;
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(cell) = cells.get(at) else { return };
+            let began = Instant::now();
+            let now = fleet.take().unwrap_or_else(fleet_of_cells);
+            match catch_unwind(AssertUnwindSafe(|| now.play(*cell, seed, at as u64 + 1))) {
+                Ok(()) => fleet = Some(now),
+                Err(_) => failed.lock().unwrap().push(*cell),
+            }
+            let (all, took) = (cells.len(), began.elapsed().as_secs_f64());
+            let (wrong, total) = (failed.lock().unwrap().len(), started.elapsed().as_secs());
+            let number = at + 1;
+            eprintln!(
+                "cell {number} of {all}, {wrong} failed: {cell} in {took:.1} s; {total} s in all"
+            );
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..jobs).for_each(|_| drop(scope.spawn(work)));
+    });
+    let failed = failed.into_inner().unwrap();
+    let replay = |cell: &Cell| format!("cargo xtask kills --cell {cell} --seed {seed}");
+    let replays: Vec<String> = failed.iter().map(replay).collect();
+    assert!(
+        failed.is_empty(),
+        "{} of {} cells:\n{}",
+        failed.len(),
+        cells.len(),
+        replays.join("\n")
+    );
+}
+
+fn setting(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn number(name: &str) -> Option<u64> {
+    setting(name).map(|text| text.parse().unwrap())
+}
+
+#[test]
+fn whoever_is_killed_at_a_stage_nothing_is_lost_and_nothing_is_left() {
+    let cells: Vec<Cell> = match setting("RAPIDRAID_KILLS_CELL") {
+        Some(one) if one == "all" => cell::all(),
+        Some(one) => one.split(',').map(|one| one.parse().unwrap()).collect(),
+        None => SUITE.iter().map(|one| one.parse().unwrap()).collect(),
+    };
+    play_cells(&cells);
+}
+
+#[test]
+fn whoever_is_killed_at_any_moment_nothing_is_lost_and_nothing_is_left() {
+    let kills = number("RAPIDRAID_KILLS_RANDOM").unwrap_or(SUITE_KILLS);
+    fleet_of_cells().storm(kills, number("RAPIDRAID_KILLS_SEED").unwrap_or(0));
+}

@@ -1,0 +1,295 @@
+//! The matrix: an operation, the stage at which somebody dies, who dies. One cell is played on a fleet that is bare before and after.
+
+use std::fmt;
+use std::str::FromStr;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rapidraid::stage::Stage;
+
+use crate::fleet::{Fleet, LEASE, LOOK, SETTLE_LIMIT, kind_of, message_of};
+use crate::machine::{Ended, bytes, tree};
+use crate::watch::Victim;
+
+/// Nodes of the fleet that cells are played on: three are in no stripe 0, the catalogue's home among them.
+pub const NODES: usize = 9;
+/// The code.
+pub const CODE: &str = "6,4";
+/// Small blocks: two stripes are 400 KB.
+pub const BLOCK: &str = "code.block=64KiB";
+/// A stage that is taken behind a command's back comes within this.
+const LATER: Duration = Duration::from_secs(20);
+
+/// What happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deed {
+    Save,
+    Replace,
+    Archive,
+    Rm,
+    Restore,
+}
+
+/// Who dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    Gateway,
+    Head,
+    Middle,
+    Tail,
+    Home,
+    Client,
+}
+
+const DEEDS: [(Deed, &str); 5] = [
+    (Deed::Save, "save"),
+    (Deed::Replace, "replace"),
+    (Deed::Archive, "archive"),
+    (Deed::Rm, "rm"),
+    (Deed::Restore, "restore"),
+];
+const ROLES: [(Role, &str); 6] = [
+    (Role::Gateway, "gateway"),
+    (Role::Head, "head"),
+    (Role::Middle, "middle"),
+    (Role::Tail, "tail"),
+    (Role::Home, "home"),
+    (Role::Client, "client"),
+];
+
+/// The stages of a deed that always come.
+fn stages(deed: Deed) -> &'static [Stage] {
+    use Stage::*;
+    match deed {
+        Deed::Save => &[Begin, Send, Block, Record, Leaves, Seal, Decide, Mark, Publish],
+        Deed::Replace => &[Begin, Block, Decide, Mark, Publish, Fence, Tombstone, Sweep, Forget],
+        Deed::Archive => &[
+            Wish, Take, Replicas, Reserve, Run, Piece, Proof, Receipt, Archived, Drop, Dropped,
+            Done,
+        ],
+        Deed::Rm => &[Removing, Fence, Tombstone, Sweep, Grave, Forget],
+        Deed::Restore => &[Plan, Deliver, Finish],
+    }
+}
+
+/// One cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cell {
+    role: Role,
+    deed: Deed,
+    stage: Stage,
+}
+
+fn word<T: PartialEq>(words: &[(T, &'static str)], of: &T) -> &'static str {
+    words.iter().find(|(value, _)| value == of).map_or("", |(_, word)| word)
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (role, deed) = (word(&ROLES, &self.role), word(&DEEDS, &self.deed));
+        write!(f, "{role}:{deed}.{}", self.stage.name())
+    }
+}
+
+impl FromStr for Cell {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = all().into_iter().find(|cell| cell.to_string() == text);
+        found.ok_or_else(|| format!("{text} is no cell; one is head:archive.piece"))
+    }
+}
+
+/// All cells that there are.
+pub fn all() -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for (deed, _) in DEEDS {
+        for &stage in stages(deed) {
+            // What a save leaves to the daemons has no client any more.
+            let later = deed == Deed::Replace
+                && matches!(stage, Stage::Fence | Stage::Tombstone | Stage::Sweep | Stage::Forget);
+            let roles = ROLES.iter().map(|(role, _)| *role);
+            let roles = roles.filter(|role| match role {
+                Role::Client => !later,
+                // A restore goes to the nodes themselves.
+                Role::Gateway => deed != Deed::Restore,
+                _ => true,
+            });
+            cells.extend(roles.map(|role| Cell { role, deed, stage }));
+        }
+    }
+    cells
+}
+
+/// What a cell is played with.
+struct Play<'a> {
+    fleet: &'a Fleet,
+    /// The step that it is about.
+    step: u64,
+    outs: u64,
+}
+
+impl Fleet {
+    /// Plays a cell with a step of its own; with `seed` it follows what the cell leaves open. Panics with what went wrong.
+    pub fn play(&self, cell: Cell, seed: u64, step: u64) {
+        let place = all().iter().position(|other| *other == cell).unwrap() as u64;
+        let mut play = Play { fleet: self, step, outs: 0 };
+        play.write("old", step * 4);
+        play.write("new", step * 4 + 2);
+        play.cell(cell, place + place / 6 + seed);
+        assert_eq!(self.watch.panics(), Vec::<String>::new());
+        for folder in ["old", "new"] {
+            std::fs::remove_dir_all(self.path(folder)).unwrap();
+        }
+    }
+
+    /// The member, or the process, that a role is.
+    fn victim(&self, role: Role) -> Victim {
+        let at = match role {
+            Role::Gateway => return Victim::Gateway,
+            Role::Client => return Victim::Named("client".into()),
+            Role::Head => 0,
+            Role::Middle => 2,
+            Role::Tail => 5,
+            Role::Home => self.home,
+        };
+        Victim::Named(self.members[at].name.clone())
+    }
+}
+
+impl Play<'_> {
+    fn write(&self, folder: &str, seed: u64) {
+        // Two stripes, and one block of one byte beside them.
+        self.fleet.write(&format!("{folder}/a.bin"), &bytes(400_000, seed));
+        self.fleet.write(&format!("{folder}/b.bin"), &bytes(1, seed + 1));
+    }
+
+    fn line(&self, deed: Deed) -> String {
+        let step = self.step;
+        match deed {
+            Deed::Save => format!("save j/{step} new"),
+            Deed::Replace => format!("save j/{step} new --replace"),
+            Deed::Archive => format!("archive j/{step}"),
+            Deed::Rm => format!("rm j/{step}"),
+            Deed::Restore => format!("restore j/{step} --force --out out"),
+        }
+    }
+
+    fn cell(&mut self, cell: Cell, variant: u64) {
+        let (fleet, step) = (self.fleet, self.step);
+        let is_archived = variant.is_multiple_of(2);
+        match cell.deed {
+            Deed::Save => {}
+            Deed::Replace => drop(fleet.ask(&format!("save j/{step} old --json"))),
+            Deed::Archive | Deed::Rm | Deed::Restore => {
+                drop(fleet.ask(&format!("save j/{step} new --json")));
+            }
+        }
+        if is_archived && matches!(cell.deed, Deed::Replace | Deed::Rm | Deed::Restore) {
+            self.archive();
+        }
+        // At once, or when leases are over and others have gone on.
+        let away = if (variant / 2).is_multiple_of(2) { Duration::ZERO } else { LEASE * 3 / 2 };
+        let ended = self.killed_at(cell, away);
+        let killed = ended.code == -1 && cell.role == Role::Client;
+        assert!(ended.code == 0 || killed || is_legal(&ended), "{cell} ended so: {ended:?}");
+        let done = ended.code == 0;
+        match cell.deed {
+            Deed::Save if done => self.assert_has(&["new"]),
+            Deed::Replace if done => self.assert_has(&["new"]),
+            Deed::Replace => self.assert_has(&["old", "new"]),
+            _ => {}
+        }
+        self.again(cell.deed, done);
+        if cell.deed != Deed::Rm {
+            self.assert_has(&["new"]);
+            self.archive();
+            self.assert_has(&["new"]);
+            self.again(Deed::Rm, false);
+        }
+        fleet.until_bare();
+        assert_eq!(fleet.leftovers(), Vec::<String>::new());
+    }
+
+    /// Runs the deed, kills at the stage, and brings back who was killed.
+    fn killed_at(&self, cell: Cell, away: Duration) -> Ended {
+        let (fleet, watch) = (self.fleet, &self.fleet.watch);
+        watch.set_trap(cell.stage, fleet.victim(cell.role));
+        let running = fleet.spawn("client", &self.line(cell.deed));
+        let mut is_back = false;
+        let mut exited: Option<Instant> = None;
+        loop {
+            if let Some(killed) = watch.killed().filter(|_| !is_back) {
+                is_back = killed.name == "client";
+                if !is_back && killed.at.elapsed() >= away {
+                    fleet.restart(fleet.place(&killed.name));
+                    is_back = true;
+                }
+            }
+            if exited.is_none() && running.has_exited() {
+                watch.is_not("client");
+                exited = Some(Instant::now());
+            }
+            if let Some(exited) = exited {
+                if is_back {
+                    break;
+                }
+                let stage = cell.stage.name();
+                assert!(exited.elapsed() < LATER, "nobody said {stage}\n{}", watch.tails());
+            }
+            sleep(Duration::from_millis(2));
+        }
+        watch.take_trap();
+        running.ended(LATER)
+    }
+
+    /// The same command once more, until it has an end: what is reported then is final.
+    fn again(&self, deed: Deed, was_done: bool) {
+        let line = self.line(deed);
+        let started = Instant::now();
+        loop {
+            let ended = self.fleet.run_as("again", &line);
+            let (kind, message) = (kind_of(&ended), message_of(&ended));
+            let over = match (deed, ended.code) {
+                (Deed::Save, 0) => {
+                    assert!(!was_done, "{line} saved over what was committed");
+                    true
+                }
+                (_, 0) => true,
+                (Deed::Save, _) => kind == "exists" && message.contains("is committed"),
+                (Deed::Rm, _) => kind == "not_found",
+                _ => false,
+            };
+            if over {
+                return;
+            }
+            let tails = || self.fleet.watch.tails();
+            assert!(is_legal(&ended) || kind == "exists", "{line}: {ended:?}\n{}", tails());
+            assert!(started.elapsed() < SETTLE_LIMIT, "{line}: {ended:?}\n{}", tails());
+            sleep(LOOK);
+        }
+    }
+
+    /// Archives to the end: no replica is left.
+    fn archive(&self) {
+        let line = format!("archive j/{} --json", self.step);
+        self.fleet.until("all is archived and dropped", || self.fleet.ask(&line)["undropped"] == 0);
+    }
+
+    /// A restore gives one of these folders, byte for byte.
+    fn assert_has(&mut self, any_of: &[&str]) {
+        self.outs += 1;
+        let out = format!("out-{}-{}", self.step, self.outs);
+        self.fleet.ask(&format!("restore j/{} --force --out {out} --json", self.step));
+        let found = tree(&self.fleet.path(&out));
+        let is_one = any_of.iter().any(|folder| tree(&self.fleet.path(folder)) == found);
+        assert!(is_one, "{out} is none of {any_of:?}\n{}", self.fleet.watch.tails());
+        std::fs::remove_dir_all(self.fleet.path(&out)).unwrap();
+    }
+}
+
+/// What a command may say when somebody it needs dies: that it is not done, never that anything is wrong with the data or the code.
+pub fn is_legal(ended: &Ended) -> bool {
+    let kind = kind_of(ended);
+    matches!(&*kind, "unavailable" | "timeout" | "busy" | "fenced" | "exists")
+}

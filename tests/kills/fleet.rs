@@ -1,0 +1,237 @@
+//! Daemons that die and come back, the commands of clients, and what all of them say.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rapidraid::id::NodeId;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::machine::{Daemon, Ended, Running, free_ports, program, run};
+use crate::watch::Watch;
+
+/// How long leases live: short, so that what waits for their end does not take long.
+pub const LEASE: Duration = Duration::from_secs(2);
+/// What is right in the end is so within this, on a busy machine too.
+pub const SETTLE_LIMIT: Duration = Duration::from_secs(120);
+/// Between two looks.
+pub const LOOK: Duration = Duration::from_millis(50);
+/// No command takes longer: nodes that are busy are asked for ten minutes, nothing else is.
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(240);
+/// What daemons and commands log.
+const LOG: &str = "warn,rapidraid=info,rapidraid::stage=debug";
+
+/// How a fleet is made.
+pub struct Plan<'a> {
+    pub nodes: usize,
+    /// The codes, as `n,k`.
+    pub code: &'a str,
+    /// Further settings.
+    pub set: &'a [&'a str],
+}
+
+/// One daemon's place.
+pub struct Member {
+    pub name: String,
+    pub address: String,
+    daemon: Mutex<Option<Daemon>>,
+}
+
+/// A cluster of real daemons. Members are in the order of the ring: stripe 0 of the first shard is on the first n of them.
+pub struct Fleet {
+    pub folder: TempDir,
+    pub members: Vec<Member>,
+    pub watch: Watch,
+    /// The member that serves the catalogue.
+    pub home: usize,
+}
+
+impl Fleet {
+    /// Starts all daemons and waits until they are live. The last but one of the ring serves the catalogue.
+    pub fn start(plan: &Plan<'_>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut names: Vec<String> = (1..=plan.nodes).map(|at| format!("n{at}")).collect();
+        names.sort_by_key(|name| NodeId::of(&name.parse().unwrap()));
+        let member = |(name, port): (&String, u16)| Member {
+            name: name.clone(),
+            address: format!("127.0.0.1:{port}"),
+            daemon: Mutex::default(),
+        };
+        let members: Vec<Member> = names.iter().zip(free_ports(plan.nodes)).map(member).collect();
+        let home = plan.nodes - 2;
+        let mut command = program(folder.path());
+        command.args(["cluster", "init", "cluster"]);
+        let (before, after) = members.split_at(home);
+        for member in after.iter().chain(before) {
+            command.arg("--node").arg(format!("{}={}", member.name, member.address));
+        }
+        let lease = format!("timeouts.lease_s={}", LEASE.as_secs());
+        let code = format!("code.list={}", plan.code);
+        let usual = [&*lease, &*code, "policy.archive_all_but=never"];
+        for set in usual.iter().chain(plan.set) {
+            command.arg("--set").arg(set);
+        }
+        run(command).ok();
+        let fleet = Self { folder, members, watch: Watch::default(), home };
+        (0..plan.nodes).for_each(|at| fleet.launch(at));
+        (0..plan.nodes).for_each(|at| fleet.until_ready(at));
+        fleet.until("all nodes are live", || fleet.live() == plan.nodes);
+        fleet
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn data_folder(&self, at: usize) -> PathBuf {
+        self.path(&format!("cluster/nodes/{}/data", self.members[at].name))
+    }
+
+    fn slot(&self, at: usize) -> std::sync::MutexGuard<'_, Option<Daemon>> {
+        self.members[at].daemon.lock().unwrap()
+    }
+
+    /// The place of a member by its name.
+    pub fn place(&self, name: &str) -> usize {
+        self.members.iter().position(|member| member.name == name).unwrap()
+    }
+
+    fn launch(&self, at: usize) {
+        let name = &self.members[at].name;
+        let mut command = program(self.folder.path());
+        let config = self.path(&format!("cluster/nodes/{name}/rapidraid.toml"));
+        command.arg("node").arg("--config").arg(config).env("RUST_LOG", LOG);
+        let daemon = Daemon::told(command, self.watch.listener(name));
+        self.watch.is(name, &daemon.child);
+        *self.slot(at) = Some(daemon);
+    }
+
+    fn until_ready(&self, at: usize) {
+        let mut slot = self.slot(at);
+        let daemon = slot.take().unwrap();
+        *slot = Some(daemon.ready());
+    }
+
+    /// Kills a daemon; `false` when it does not run.
+    pub fn kill(&self, at: usize) -> bool {
+        self.watch.kill(&self.members[at].name)
+    }
+
+    /// Waits for a daemon that was killed, so that nothing of it is left.
+    pub fn bury(&self, at: usize) {
+        let daemon = self.slot(at).take();
+        self.watch.is_not(&self.members[at].name);
+        drop(daemon);
+    }
+
+    /// Starts a daemon that was killed.
+    pub fn restart(&self, at: usize) {
+        self.bury(at);
+        self.launch(at);
+        self.until_ready(at);
+    }
+
+    /// A command of a client; arguments are separated by blanks.
+    pub fn command(&self, line: &str) -> std::process::Command {
+        let mut command = program(self.folder.path());
+        command.args(line.split(' ')).env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
+        command
+    }
+
+    /// Starts a command of the client `name`, whose stages are heard, and which can be killed by that name.
+    pub fn spawn(&self, name: &str, line: &str) -> Running {
+        let mut command = self.command(&format!("{line} --json"));
+        command.env("RUST_LOG", LOG);
+        let running = Running::start(command, self.watch.listener(name));
+        self.watch.is(name, &running.child);
+        running
+    }
+
+    /// Runs such a command to its end.
+    pub fn run_as(&self, name: &str, line: &str) -> Ended {
+        let running = self.spawn(name, line);
+        self.wait_for(&running);
+        self.watch.is_not(name);
+        running.ended(COMMAND_LIMIT)
+    }
+
+    /// Waits until the command has ended, and its number may be another's.
+    pub fn wait_for(&self, running: &Running) {
+        let started = Instant::now();
+        while !running.has_exited() {
+            assert!(started.elapsed() < COMMAND_LIMIT, "a command hangs\n{}", self.watch.tails());
+            sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Runs a quiet command to its end.
+    pub fn run(&self, line: &str) -> Ended {
+        Running::start(self.command(line), std::sync::Arc::new(|_| ())).ended(COMMAND_LIMIT)
+    }
+
+    /// The answer of a command that must succeed in the end: what nodes that are away make impossible is tried again.
+    pub fn ask(&self, line: &str) -> Value {
+        let started = Instant::now();
+        loop {
+            let ended = self.run(line);
+            if ended.code == 0 {
+                return ended.json();
+            }
+            let tails = || self.watch.tails();
+            assert!(started.elapsed() < SETTLE_LIMIT, "{line}: {ended:?}\n{}", tails());
+            sleep(LOOK);
+        }
+    }
+
+    pub fn live(&self) -> usize {
+        let status = self.ask("status --json");
+        status["nodes"].as_array().unwrap().iter().filter(|node| node["live"] == true).count()
+    }
+
+    /// Waits until something holds.
+    pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
+        let started = Instant::now();
+        while !holds() {
+            assert!(started.elapsed() < SETTLE_LIMIT, "not yet: {what}\n{}", self.watch.tails());
+            sleep(LOOK);
+        }
+    }
+
+    pub fn write(&self, name: &str, bytes: &[u8]) {
+        let path = self.path(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+}
+
+/// The kind of a failure, as a command's JSON has it; empty for one that was killed.
+pub fn kind_of(ended: &Ended) -> String {
+    let document: Result<Value, _> = serde_json::from_str(&ended.out);
+    document.ok().and_then(|d| d["error"]["kind"].as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+/// The message of a failure.
+pub fn message_of(ended: &Ended) -> String {
+    let document: Result<Value, _> = serde_json::from_str(&ended.out);
+    let text = document.ok().and_then(|d| d["error"]["message"].as_str().map(str::to_owned));
+    text.unwrap_or_else(|| ended.err.clone())
+}
+
+/// All files below a folder, by relative path; what vanishes meanwhile is none.
+pub fn files_below(folder: &Path) -> Vec<String> {
+    let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    while let Some(next) = folders.pop() {
+        let Ok(entries) = std::fs::read_dir(&next) else { continue };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                found.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned());
+            }
+        }
+    }
+    found.sort();
+    found
+}

@@ -1,0 +1,110 @@
+//! A fleet at rest: nothing is open, nothing is left to remove, no memory is held, and no file is there that nobody needs.
+
+use std::thread::sleep;
+use std::time::Instant;
+
+use serde_json::Value;
+
+use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT, files_below};
+
+/// What a data folder may have when no checkpoint is committed.
+const KEPT: [&str; 4] = ["lock", "node.id", "epoch", "members"];
+const KEPT_BELOW: [&str; 3] = ["index/", "catalogue/", "graves/"];
+
+impl Fleet {
+    /// Waits until nothing is committed and all that was is gone, everywhere.
+    pub fn until_bare(&self) {
+        self.until_none("nothing is left of what was removed", |fleet| fleet.not_bare());
+    }
+
+    /// Waits until all nodes are live, none has anything to say, and none holds memory.
+    pub fn until_idle(&self) {
+        self.until_none("all nodes are idle", |fleet| not_idle(&fleet.ask("status --json")));
+    }
+
+    fn not_bare(&self) -> Vec<String> {
+        let listed = self.ask("ls --json");
+        let steps = listed["steps"].as_array().unwrap();
+        let mut why: Vec<String> = steps.iter().map(|step| format!("{step} is there")).collect();
+        let status = self.ask("status --json");
+        why.extend(not_idle(&status));
+        for node in status["nodes"].as_array().unwrap() {
+            for field in ["replicas", "replica_bytes", "pieces", "piece_bytes"] {
+                if node[field] != 0 {
+                    why.push(format!("{}: {field} is {}", node["name"], node[field]));
+                }
+            }
+        }
+        if !why.is_empty() {
+            return why;
+        }
+        for at in 0..self.members.len() {
+            let name = &self.members[at].name;
+            why.extend(self.needless(at).into_iter().map(|file| format!("{name}: {file}")));
+        }
+        why
+    }
+
+    /// The files of a node that belong to nothing when nothing is committed.
+    fn needless(&self, at: usize) -> Vec<String> {
+        let is_kept = |file: &String| {
+            KEPT.contains(&file.as_str()) || KEPT_BELOW.iter().any(|below| file.starts_with(below))
+        };
+        let mut files = files_below(&self.data_folder(at));
+        files.retain(|file| !is_kept(file));
+        files
+    }
+
+    /// Temporary files, and what was set aside, of all nodes.
+    pub fn leftovers(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        for (at, member) in self.members.iter().enumerate() {
+            for below in ["tmp", "quarantine"] {
+                let files = files_below(&self.data_folder(at).join(below));
+                found.extend(files.iter().map(|file| format!("{}: {below}/{file}", member.name)));
+            }
+        }
+        found
+    }
+
+    /// Waits until nothing is said against it.
+    fn until_none(&self, what: &str, look: impl Fn(&Self) -> Vec<String>) {
+        let started = Instant::now();
+        loop {
+            let why = look(self);
+            if why.is_empty() {
+                return;
+            }
+            let tails = || self.watch.tails();
+            assert!(started.elapsed() < SETTLE_LIMIT, "not yet: {what}: {why:#?}\n{}", tails());
+            sleep(LOOK);
+        }
+    }
+}
+
+/// Why the nodes are not idle.
+fn not_idle(status: &Value) -> Vec<String> {
+    let mut why = Vec::new();
+    for node in status["nodes"].as_array().unwrap() {
+        let name = &node["name"];
+        if node["live"] != true || node["answers"] != true {
+            why.push(format!("{name} is away"));
+            continue;
+        }
+        // A map that was rebuilt elsewhere may lie where it is.
+        let is_news = |note: &Value| !note.as_str().unwrap().contains("the folder can be removed");
+        if node["notes"].as_array().unwrap().iter().any(is_news) || node["quarantined"] != 0 {
+            why.push(format!("{name}: {} ({} set aside)", node["notes"], node["quarantined"]));
+        }
+        for budget in node["budgets"].as_array().unwrap() {
+            if budget["used_bytes"] != 0 {
+                why.push(format!("{name} holds memory: {budget}"));
+            }
+        }
+    }
+    let policy = &status["policy"];
+    if policy["removing"] != 0 || policy["waiting"] != Value::Array(Vec::new()) {
+        why.push(format!("work waits: {policy}"));
+    }
+    why
+}

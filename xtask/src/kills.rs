@@ -1,0 +1,109 @@
+//! `cargo xtask kills`: real daemons that are killed, by the tests `kills` and `sixteen`. The environment says how much of it.
+
+use std::process::{Command, ExitCode};
+
+/// What to play.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Kills {
+    test: &'static str,
+    /// Which of its tests: all but those that are skipped.
+    only: &'static str,
+    skip: &'static [&'static str],
+    settings: Vec<(&'static str, String)>,
+}
+
+const CELLS: &str = "at_a_stage";
+const RANDOM: &str = "at_any_moment";
+const STANDSTILL: &str = "do_not_stand_still";
+
+/// What the arguments ask for; an error says what is wrong with them.
+pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
+    let mut what = Vec::new();
+    let mut settings = Vec::new();
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        let (name, number) = match *argument {
+            "--cells" => {
+                settings.push(("RAPIDRAID_KILLS_CELL", "all".to_owned()));
+                what.push(("kills", CELLS, &[][..]));
+                continue;
+            }
+            "--restores" => {
+                what.push(("sixteen", "", &[STANDSTILL][..]));
+                continue;
+            }
+            "--standstill" => {
+                what.push(("sixteen", STANDSTILL, &[][..]));
+                continue;
+            }
+            "--cell" => {
+                what.push(("kills", CELLS, &[][..]));
+                ("RAPIDRAID_KILLS_CELL", false)
+            }
+            "--random" => {
+                what.push(("kills", RANDOM, &[][..]));
+                ("RAPIDRAID_KILLS_RANDOM", true)
+            }
+            "--seed" => ("RAPIDRAID_KILLS_SEED", true),
+            "--jobs" => ("RAPIDRAID_SOAK_JOBS", true),
+            "--mib" => ("RAPIDRAID_KILLS_MIB", true),
+            other => return Err(format!("kills does not know {other}")),
+        };
+        let text = rest.next().filter(|text| !number || text.parse::<u64>().is_ok());
+        let text = text.ok_or_else(|| format!("{argument} needs a value"))?;
+        settings.push((name, (*text).to_owned()));
+    }
+    match what[..] {
+        [(test, only, skip)] => Ok(Kills { test, only, skip, settings }),
+        _ => Err("kills plays one of --cells, --cell, --random, --restores, --standstill".into()),
+    }
+}
+
+/// Plays it, and shows what the tests say while they run.
+pub fn kills(kills: &Kills) -> ExitCode {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["test", "--locked", "--package", "rapidraid", "--test", kills.test]);
+    // One after the other: what is measured has the machine for itself.
+    command.args(["--", "--nocapture", "--test-threads", "1", kills.only]);
+    for skip in kills.skip {
+        command.args(["--skip", skip]);
+    }
+    command.envs(kills.settings.iter().map(|(name, value)| (*name, value)));
+    match command.status() {
+        Ok(status) if status.success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cannot start cargo: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_say_one_thing() {
+        let random = parse(&["--random", "1000", "--seed", "7"]).unwrap();
+        assert_eq!((random.test, random.only), ("kills", RANDOM));
+        assert_eq!(random.settings[1], ("RAPIDRAID_KILLS_SEED", "7".to_owned()));
+        let cell = parse(&["--cell", "head:archive.piece"]).unwrap();
+        assert_eq!(cell.settings, [("RAPIDRAID_KILLS_CELL", "head:archive.piece".to_owned())]);
+        let restores = parse(&["--restores", "--mib", "512"]).unwrap();
+        assert_eq!((restores.test, restores.skip), ("sixteen", &[STANDSTILL][..]));
+        assert_eq!(parse(&["--standstill"]).unwrap().only, STANDSTILL);
+        assert_eq!(parse(&["--cells"]).unwrap().only, CELLS);
+        for wrong in [
+            &[][..],
+            &["--seed", "1"],
+            &["--random"],
+            &["--random", "many"],
+            &["--cells", "--standstill"],
+            &["--fast"],
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}

@@ -8,8 +8,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::failure::failure;
-use super::gateway::renewal;
-use super::waits::grown;
+use super::waits::{grown, renewal};
 use super::{MAX_MET, Node};
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{ARCHIVINGS, Archiving, parse, parse_archiving_key};

@@ -8,7 +8,7 @@ use futures_util::stream;
 
 use super::Node;
 use super::census::node_address;
-use super::gateway::renewal;
+use super::waits::renewal;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{Members, Node as NodeRecord};

@@ -21,6 +21,7 @@ mod policy;
 mod rebuild;
 mod records;
 mod removal;
+mod saving;
 mod waits;
 
 use std::collections::{BTreeMap, HashMap, HashSet};

@@ -1,4 +1,4 @@
-//! Waits that grow with every failure in a row: what cannot go on now is tried again, later each time.
+//! How long nodes wait before they do something again: leases before they end; what cannot go on now later each time, growing with every failure in a row.
 //!
 //! In memory only: after a restart everything is tried at once, once.
 
@@ -12,6 +12,11 @@ use crate::wire::policy::PolicyWait;
 const MAX_WAIT: Duration = Duration::from_secs(600);
 /// Saves that are waited for at once. What does not fit is not remembered, and its callers bound how much they try in a round.
 const MAX_WAITS: usize = 4096;
+
+/// How long a lease is kept alive before it would end.
+pub(super) fn renewal(lease: Duration) -> Duration {
+    lease / 3
+}
 
 /// The wait after so many failures in a row: `first`, then twice as long each time.
 pub(super) fn grown(first: Duration, failures: u32) -> Duration {

@@ -1,0 +1,427 @@
+//! Saves as a gateway has them: begin, seal, decide, publish, abort (docs/semantics.md, 3).
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use futures_util::stream::{self, TryStreamExt};
+
+use super::Node;
+use super::failure::failure;
+use super::gateway::not_committed;
+use crate::catalogue::Catalogue;
+use crate::catalogue::records::{
+    Written, checkpoint_key, read, root_key, roots_prefix, state_key, update, write,
+};
+use crate::format::records::{
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
+    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing,
+};
+use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::kind::Kind;
+use crate::pipeline::archive::shard_roots;
+use crate::stage::{Stage, about_to};
+use crate::topology::Directory;
+use crate::wire::Failure;
+use crate::wire::calls::{Abort, Begin, BeginAnswer, Commit, Keep, PutMark, Seal};
+
+/// Removed saves that one step may have pending.
+const MAX_REMOVING: usize = 32;
+/// The most shards of one save.
+const MAX_SHARDS: u32 = 65_536;
+/// Shards whose marks are written at once.
+const SHARDS_AT_ONCE: usize = 8;
+/// Marks of one shard written at once.
+const MARKS_AT_ONCE: usize = 32;
+
+fn committed(job: &Job, step: Step) -> Failure {
+    failure(Kind::Exists, format!("{job}/{step} is committed: save another step, or use --replace"))
+}
+
+impl Node {
+    async fn directory(&self) -> Result<Directory, Failure> {
+        Ok(Directory::new(self.catalogue().nodes().await?))
+    }
+
+    /// The first configured code for which enough nodes are live.
+    fn choose_code(&self, live: usize) -> Result<(u8, u8), Failure> {
+        let fits = self.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
+        fits.copied().ok_or_else(|| {
+            let smallest = self.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
+            let text = format!(
+                "{live} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
+            );
+            failure(Kind::Unavailable, text)
+        })
+    }
+
+    pub(super) async fn begin(self: &Arc<Self>, call: Begin) -> Result<BeginAnswer, Failure> {
+        let catalogue = self.catalogue();
+        let live = self.directory().await?.live_storage();
+        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
+        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
+        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
+        if self.choose_code(nodes.len()).is_err() {
+            // A save on nodes that may fail it is better than none.
+            nodes = live;
+        }
+        let (n, k) = self.choose_code(nodes.len())?;
+        nodes.truncate(MAX_RING);
+        let (granted, period) = catalogue.lease_grant().await?;
+        about_to(Stage::Begin, format_args!("{}/{}", call.job, call.step));
+        let begun = self.open_save(&*catalogue, &call, granted).await;
+        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
+            && let Err(error) = catalogue.lease_revoke(granted).await
+        {
+            tracing::info!(%error, "a lease that nobody has will end by itself");
+        }
+        let (generation, lease) = begun?;
+        Ok(BeginAnswer {
+            save: call.save,
+            generation,
+            lease,
+            lease_ms: period.as_millis() as u64,
+            n,
+            k,
+            block_bytes: self.settings.block_bytes,
+            nodes,
+        })
+    }
+
+    /// Opens the save under `lease`, or finds it open already, by the same call under a lease of its own.
+    async fn open_save(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &Begin,
+        lease: LeaseId,
+    ) -> Result<(Generation, LeaseId), Failure> {
+        let over = || {
+            let text = format!("save {} is over: save again", call.save);
+            failure(Kind::Fenced, text)
+        };
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read::<Checkpoint>(catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let mut aborted = None;
+            match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, lease }) if save == call.save => {
+                    return match catalogue.lease_touch(lease, true).await? {
+                        true => Ok((generation, lease)),
+                        false => Err(over()),
+                    };
+                }
+                Some(Writing::Open { lease: other, .. })
+                    if catalogue.lease_touch(other, false).await? =>
+                {
+                    let text = format!(
+                        "{}/{} is being saved by another client: wait for it, or save another step",
+                        call.job, call.step
+                    );
+                    return Err(failure(Kind::Exists, text));
+                }
+                Some(Writing::Open { save, generation, .. }) => {
+                    aborted = Some(Removing { save, generation, reason: RemoveReason::Aborted });
+                }
+                Some(Writing::Decided { saved }) => {
+                    self.publish(&call.job, call.step, saved).await?;
+                    current = read(catalogue, &key).await?;
+                    continue;
+                }
+                None => {}
+            }
+            if checkpoint.committed.is_some() && !call.replace {
+                return Err(committed(&call.job, call.step));
+            }
+            // A call that was under way for long: what has this id is not begun again, here or anywhere.
+            let gone = checkpoint.removing.iter().any(|removing| removing.save == call.save);
+            if gone || !catalogue.list(&roots_prefix(call.save), None, 1).await?.is_empty() {
+                return Err(over());
+            }
+            if checkpoint.removing.len() >= MAX_REMOVING {
+                let text = format!(
+                    "{}/{} waits for nodes to remove older saves: start the nodes that are down",
+                    call.job, call.step
+                );
+                return Err(failure(Kind::Busy, text));
+            }
+            let seen = [
+                checkpoint.committed.as_ref().map(|saved| saved.generation),
+                aborted.as_ref().map(|removing| removing.generation),
+                checkpoint.removing.iter().map(|removing| removing.generation).max(),
+            ];
+            let newest = seen.into_iter().flatten().max().unwrap_or_default();
+            let generation = newest.next(catalogue.epoch());
+            checkpoint.removing.extend(aborted.clone());
+            checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
+            match write(catalogue, &key, revision, &checkpoint).await? {
+                Written::Set(_) => {
+                    if let Some(entry) = aborted {
+                        self.remove_later(call.job.clone(), call.step, entry);
+                    }
+                    return Ok((generation, lease));
+                }
+                Written::Other(other) => current = other,
+            }
+        }
+    }
+
+    pub(super) async fn keep(&self, call: Keep) -> Result<(), Failure> {
+        if self.catalogue().lease_touch(call.lease, true).await? {
+            Ok(())
+        } else {
+            Err(failure(Kind::Fenced, "the save's lease is over: it was aborted; save again"))
+        }
+    }
+
+    pub(super) async fn seal(&self, call: Seal) -> Result<(), Failure> {
+        let root = call.root;
+        let geometry = root.geometry()?;
+        let ring: HashSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let fits = root.index < root.shards
+            && ring.len() == root.ring.len()
+            && root.shards <= MAX_SHARDS
+            && root.shard == ShardId::new(root.save, root.index)
+            && (usize::from(root.n)..=MAX_RING).contains(&root.ring.len())
+            && root.layout == LAYOUT_STANDARD
+            && root.field == FIELD_GF8;
+        if !fits {
+            return Err(failure(
+                Kind::Invalid,
+                format!("the root of shard {} does not fit together", root.name),
+            ));
+        }
+        let directory = self.directory().await?;
+        if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
+            let text = format!("node {node} of the ring of shard {} is not registered", root.name);
+            return Err(failure(Kind::Invalid, text));
+        }
+        let catalogue = self.catalogue();
+        let key = checkpoint_key(&root.job, root.step);
+        let not_open =
+            || failure(Kind::Fenced, format!("save {} is not open: save again", root.save));
+        let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
+        let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
+            Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
+            _ => return Err(not_open()),
+        };
+        let fresh = ShardState::fresh(generation, geometry.stripes());
+        let keys = [state_key(root.shard), root_key(root.save, root.index)];
+        about_to(Stage::Seal, root.shard);
+        create(&*catalogue, &keys[0], &fresh).await?;
+        create(&*catalogue, &keys[1], &root).await?;
+        // The save may have been aborted, and removed, before these were there to be removed with it.
+        let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
+        if checkpoint.is_some_and(|(checkpoint, _)| has_save(&checkpoint, root.save)) {
+            return Ok(());
+        }
+        for key in &keys {
+            if let Some(found) = catalogue.get(key).await? {
+                catalogue.set(key, Some(found.revision), None).await?;
+            }
+        }
+        Err(not_open())
+    }
+
+    /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
+    pub(super) async fn commit(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.decide(call).await });
+        let died = |_| {
+            failure(
+                Kind::Unavailable,
+                "the daemon is stopping: ask another one whether the step is committed",
+            )
+        };
+        work.await.map_err(died)?
+    }
+
+    async fn decide(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+        let catalogue = self.catalogue();
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read::<Checkpoint>(&*catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.ok_or_else(|| not_committed(&call.job, call.step))?;
+            if let Some(saved) =
+                checkpoint.committed.as_ref().filter(|saved| saved.save == call.save)
+            {
+                return Ok(saved.clone());
+            }
+            let saved = match checkpoint.writing.take() {
+                Some(Writing::Decided { saved }) if saved.save == call.save => {
+                    return self.publish(&call.job, call.step, saved).await;
+                }
+                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    self.sealed(&call, generation).await?
+                }
+                _ => {
+                    let text = format!(
+                        "save {} of {}/{} was aborted, or another one took its place: save again",
+                        call.save, call.job, call.step
+                    );
+                    return Err(failure(Kind::Fenced, text));
+                }
+            };
+            checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
+            about_to(Stage::Decide, format_args!("{}/{}", call.job, call.step));
+            match write(&*catalogue, &key, Some(revision), &checkpoint).await? {
+                Written::Set(_) => return self.publish(&call.job, call.step, saved).await,
+                Written::Other(other) => current = other,
+            }
+        }
+    }
+
+    /// What the sealed shards of a save amount to.
+    async fn sealed(&self, call: &Commit, generation: Generation) -> Result<Saved, Failure> {
+        let roots = shard_roots(&*self.catalogue(), call.save).await?;
+        let complete = roots.len() == call.shards as usize
+            && (0..)
+                .zip(&roots)
+                .all(|(index, root)| root.index == index && root.shards == call.shards);
+        if !complete {
+            let text = format!(
+                "{} of {} shards of save {} are sealed",
+                roots.len(),
+                call.shards,
+                call.save
+            );
+            return Err(failure(Kind::Invalid, text));
+        }
+        let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
+        for root in &roots {
+            hasher.update(blake3::hash(&root.to_bytes()?).as_bytes());
+        }
+        Ok(Saved {
+            save: call.save,
+            generation,
+            shards: call.shards,
+            len_bytes: roots.iter().map(|root| root.len_bytes).sum(),
+            roots_hash: hasher.finalize().into(),
+            saved_at: self.clock.wall_seconds(),
+        })
+    }
+
+    /// From decided to visible: marks on the nodes, then one compare-and-set. Safe to repeat, and by several at once.
+    pub(super) async fn publish(
+        self: &Arc<Self>,
+        job: &Job,
+        step: Step,
+        saved: Saved,
+    ) -> Result<Saved, Failure> {
+        let catalogue = self.catalogue();
+        let roots = shard_roots(&*catalogue, saved.save).await?;
+        let directory = self.directory().await?;
+        let (directory, saved) = (&directory, &saved);
+        let marks = roots.into_iter().map(|root| self.mark(directory, saved, root));
+        stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect::<()>().await?;
+        let mut superseded = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            if checkpoint.committed.as_ref().is_some_and(|other| other.save == saved.save) {
+                return Ok(None);
+            }
+            match checkpoint.writing.take() {
+                Some(Writing::Decided { saved: decided }) if decided.save == saved.save => {}
+                _ => return Err(not_committed(job, step)),
+            }
+            superseded = checkpoint.committed.replace(saved.clone()).map(|old| Removing {
+                save: old.save,
+                generation: saved.generation,
+                reason: RemoveReason::Superseded,
+            });
+            checkpoint.removing.extend(superseded.clone());
+            Ok(Some(checkpoint))
+        };
+        about_to(Stage::Publish, format_args!("{job}/{step}"));
+        update(&*catalogue, &checkpoint_key(job, step), change).await?;
+        if let Some(entry) = superseded {
+            self.remove_later(job.clone(), step, entry);
+        }
+        tracing::info!(%job, %step, save = %saved.save, bytes = saved.len_bytes, "committed");
+        Ok(saved.clone())
+    }
+
+    /// Marks of one shard on its ring: all but k-1 nodes at most must have one.
+    async fn mark(
+        &self,
+        directory: &Directory,
+        saved: &Saved,
+        root: ShardRoot,
+    ) -> Result<(), Failure> {
+        let tolerated = usize::from(root.k) - 1;
+        let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let (name, cluster) = (root.name.clone(), self.settings.cluster);
+        let mark = CommitMark { cluster, saved: saved.clone(), root };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch: self.catalogue().epoch() };
+        let mut puts = stream::iter(ring)
+            .map(|node| {
+                let call = &call;
+                async move {
+                    let to = directory
+                        .address(node)
+                        .ok_or_else(|| format!("{node} is not registered"))?;
+                    self.caller.call(&to, call).await.map_err(|error| error.to_string())
+                }
+            })
+            .buffer_unordered(MARKS_AT_ONCE);
+        let mut missed = Vec::new();
+        while let Some(put) = puts.next().await {
+            missed.extend(put.err());
+        }
+        if missed.len() > tolerated {
+            let text = format!(
+                "{} nodes have no commit mark of shard {name} ({}): it is decided, and becomes visible when they are back",
+                missed.len(),
+                missed.join("; ")
+            );
+            return Err(failure(Kind::Unavailable, text));
+        }
+        Ok(())
+    }
+
+    pub(super) async fn abort(self: &Arc<Self>, call: Abort) -> Result<(), Failure> {
+        let mut entry = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+            match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    let removing = Removing { save, generation, reason: RemoveReason::Aborted };
+                    checkpoint.removing.push(removing.clone());
+                    entry = Some(removing);
+                    Ok(Some(checkpoint))
+                }
+                _ => Ok(None),
+            }
+        };
+        update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
+        if let Some(entry) = entry {
+            self.remove_later(call.job, call.step, entry);
+        }
+        Ok(())
+    }
+}
+
+/// Whether the step has the save, open, decided or committed.
+fn has_save(checkpoint: &Checkpoint, of: SaveId) -> bool {
+    let writing = match &checkpoint.writing {
+        Some(Writing::Open { save, .. }) => Some(*save),
+        Some(Writing::Decided { saved }) => Some(saved.save),
+        None => None,
+    };
+    writing == Some(of) || checkpoint.committed.as_ref().is_some_and(|saved| saved.save == of)
+}
+
+/// Makes a record; one that is there already must be the same.
+async fn create<R: Record + PartialEq>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    record: &R,
+) -> Result<(), Failure> {
+    match write(catalogue, key, None, record).await? {
+        Written::Set(_) => Ok(()),
+        Written::Other(Some((same, _))) if same == *record => Ok(()),
+        Written::Other(_) => {
+            Err(failure(Kind::Fenced, format!("{key} exists with other content: save again")))
+        }
+    }
+}

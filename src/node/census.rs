@@ -137,21 +137,22 @@ impl Node {
         Ok(Some((save, evidence)))
     }
 
-    /// All that `node` holds of a save.
-    pub(super) async fn holdings_of(
+    /// Reads all that `node` holds of a save.
+    pub(super) async fn each_holding(
         &self,
         node: &NodeRecord,
         save: SaveId,
-    ) -> Result<Vec<ShardHolding>, Failure> {
-        let (mut held, mut after) = (Vec::new(), None);
+        mut read: impl FnMut(&ShardHolding),
+    ) -> Result<(), Failure> {
+        let mut after = None;
         loop {
             let call = Inventory { after, only: Some(save) };
             let to = address(&node_address(node));
             let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
-            held.extend(page.shards);
+            page.shards.iter().for_each(&mut read);
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) => after = Some(next),
-                None => return Ok(held),
+                None => return Ok(()),
             }
         }
     }
@@ -159,19 +160,10 @@ impl Node {
     /// Whether any of `nodes` has a commit mark of `save`; `None` when not all of them say.
     pub(super) async fn is_marked(&self, nodes: &[NodeRecord], save: SaveId) -> Option<bool> {
         let asks = nodes.iter().map(|node| async move {
-            let mut after = None;
-            loop {
-                let call = Inventory { after, only: Some(save) };
-                let to = address(&node_address(node));
-                let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
-                if page.shards.iter().any(|held| held.mark.is_some()) {
-                    return Ok::<_, Failure>(true);
-                }
-                if page.next.is_none() {
-                    return Ok(false);
-                }
-                after = page.next;
-            }
+            let mut is_marked = false;
+            let read = |held: &ShardHolding| is_marked |= held.mark.is_some();
+            self.each_holding(node, save, read).await?;
+            Ok::<_, Failure>(is_marked)
         });
         let answers = try_join_all(asks).await.ok()?;
         Some(answers.into_iter().any(|marked| marked))

@@ -11,7 +11,7 @@ use super::failure::failure;
 use super::waits::{grown, renewal};
 use super::{MAX_MET, Node};
 use crate::catalogue::local::LocalCatalogue;
-use crate::catalogue::records::{ARCHIVINGS, Archiving, parse, parse_archiving_key};
+use crate::catalogue::records::{ARCHIVINGS, Archiving, NODES, parse, parse_archiving_key};
 use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
 use crate::id::LeaseId;
 use crate::kind::Kind;
@@ -91,7 +91,10 @@ impl Node {
         loop {
             let mut lease = self.settings.lease;
             let registered = self.catalogue().register(&self.record()).await;
-            self.away.registered(registered.is_ok());
+            // A home that hears too few nodes registers none, and answers readers all the same.
+            let key = format!("{NODES}{}", self.settings.name);
+            let answers = registered.is_ok() || self.catalogue().get(&key).await.is_ok();
+            self.away.heard(answers);
             match registered {
                 Ok(answer) => {
                     lease = lease.min(Duration::from_millis(answer.lease_ms));

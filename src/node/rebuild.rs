@@ -39,7 +39,7 @@ impl Node {
         self.remote.expect(call.epoch, call.map);
         self.remote.believe(call.epoch, call.home);
         // Whoever reads asks the new home first.
-        self.away.registered(true);
+        self.away.heard(true);
         Ok(())
     }
 

@@ -125,3 +125,18 @@ async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
     assert_exact(&client, 1, 1).await;
     assert_eq!(restore_error(&client, 2).await.kind(), Kind::NotFound);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_home_that_changes_nothing_is_asked_all_the_same() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    for index in [4, 5, 6] {
+        world.kill(index).await;
+    }
+    world.until("a home that changes nothing", || !world.nodes[&0].serves()).await;
+    tokio::time::sleep(3 * world.lease).await;
+    let client = world.client_of(1);
+    let listed = client.list(None).await.unwrap();
+    assert!(listed.len() == 1 && !listed[0].by_marks, "{listed:?}");
+}

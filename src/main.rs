@@ -6,6 +6,7 @@ use rapidraid::cli;
 
 fn main() -> ExitCode {
     let env = cli::files::environment();
+    cli::files::raise_open_files();
     let args = match cli::args::parse(std::env::args_os(), &env) {
         Ok(args) => args,
         Err(code) => return ExitCode::from(code),

@@ -91,6 +91,18 @@ fn every_plan_archives_and_too_much_lost_is_refused() {
     let mut cluster = Cluster::start(4, &["code.list=4,2"]);
     let data = bytes(300_000, 1);
     cluster.write("a.bin", &data);
+    // More shards than a shell lets a process open files.
+    for number in 0..200 {
+        cluster.write(&format!("many/{number:03}"), &data[..number]);
+    }
+    for line in ["save many/1 many", "restore many/1 --out again"] {
+        let mut command = std::process::Command::new("sh");
+        let line = format!("ulimit -Sn 100; exec {} {line}", env!("CARGO_BIN_EXE_rapidraid"));
+        command.args(["-c", &line]).current_dir(cluster.folder.path());
+        command.env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
+        run(command).ok();
+    }
+    assert!(tree(&cluster.path("many")) == tree(&cluster.path("again")));
     let plans = [
         "star",
         "naive-star",
@@ -174,6 +186,7 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     cluster.run("verify job/2").ok();
     let status = cluster.run("status --json").ok().json();
     assert_eq!((&status["catalogue"], &status["epoch"]), (&"n3".into(), &2.into()), "{status}");
+    assert_eq!(status["nodes"][0]["notes"], serde_json::json!([]), "it has nothing to mend");
 }
 
 #[test]

@@ -11,6 +11,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 use super::printer::Failure;
 use crate::kind::Kind;
 use crate::net::identity::check_secret_file_mode;
@@ -29,6 +31,14 @@ pub fn environment() -> BTreeMap<String, String> {
         Some((name.into_string().ok()?, value.into_string().ok()?))
     };
     std::env::vars_os().filter_map(text).collect()
+}
+
+/// Lets this process open as many files as the system would let it, where a shell grants less: the shards of a checkpoint are open
+/// together.
+pub fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // Where it is refused the old limit stays, and the file that cannot be opened is named.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// What the system said about `path`, as a failure.

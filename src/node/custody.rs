@@ -97,6 +97,7 @@ impl Node {
             self.away.heard(answers);
             match registered {
                 Ok(answer) => {
+                    self.hosting.follows();
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     let noted =
                         self.on_store(move |store| store.note_map(answer.epoch, answer.map));

@@ -35,6 +35,8 @@ pub(super) struct Hosting {
 enum State {
     /// It has no map, or one that is not to be used; why, if that is worth telling.
     No(Option<String>),
+    /// It should have a map and has none: why.
+    Without(String),
     /// It has a map, which changes nothing until enough nodes have said that no other catalogue has begun.
     Here(Arc<LocalCatalogue>),
 }
@@ -73,7 +75,12 @@ impl Hosting {
                 | CatalogueError::Damaged { .. }),
             ) => {
                 tracing::error!(%error, "this daemon does not serve the catalogue");
-                State::No(Some(error.to_string()))
+                match error {
+                    CatalogueError::Gone { found, .. } if found == Epoch::default() => {
+                        State::Without(error.to_string())
+                    }
+                    _ => State::No(Some(error.to_string())),
+                }
             }
             Err(error) => return Err(error),
         };
@@ -112,10 +119,19 @@ impl Hosting {
         *self.state() = State::Here(local);
     }
 
+    /// This node is a member of a catalogue that another one serves: that it has no map of its own is nothing to be mended.
+    pub(super) fn follows(&self) {
+        let mut state = self.state();
+        if matches!(&*state, State::Without(_)) {
+            *state = State::No(None);
+        }
+    }
+
     /// What an operator should know.
     pub(super) fn note(&self) -> Option<String> {
         match &*self.state() {
             State::No(why) => why.clone(),
+            State::Without(why) => Some(why.clone()),
             State::Here(local) if local.is_read_only() => Some(
                 "its catalogue changes nothing: it hears from less than half of the storage nodes"
                     .into(),

@@ -192,6 +192,30 @@ async fn a_daemon_that_knows_no_storage_node_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_home_on_a_new_disk_stands_down_whether_it_or_the_rebuild_was_first() {
+    for is_first in [true, false] {
+        let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+        let client = world.client_of(1);
+        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+        lose_catalogue(&mut world).await;
+        world.replace(0);
+        // Nodes that still had it for the home have asked in vain.
+        tokio::time::sleep(world.lease).await;
+        if is_first {
+            world.boot(0);
+            tokio::time::sleep(world.lease).await;
+        }
+        rebuild_on(&client, 2, false).await.unwrap();
+        if !is_first {
+            world.boot(0);
+        }
+        world.until("it stands down", || !world.nodes[&0].serves()).await;
+        world.until("it knows better", || world.nodes[&0].store().epoch() == Epoch(2)).await;
+        assert_exact(&world.client_of(0), 1).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn losses_beyond_the_promise_are_accepted_only_when_told_and_are_listed() {
     let mut world = World::start(6, &[(6, 4)], BLOCK).await;
     let client = world.client_of(1);

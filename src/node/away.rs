@@ -68,7 +68,8 @@ impl Look {
     /// Refuses when something that was committed, or removed, could be known to none of `heard`.
     fn enough(&self, heard: &[NodeRecord]) -> Result<(), Failure> {
         if self.storage.is_empty() {
-            let text = "no catalogue answers, and this daemon knows no storage node: ask another one";
+            let text =
+                "no catalogue answers, and this daemon knows no storage node: ask another one";
             return Err(failure(Kind::Unavailable, text));
         }
         let is_heard = |node: &&NodeRecord| heard.iter().any(|other| other.name == node.name);

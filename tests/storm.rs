@@ -7,6 +7,8 @@ mod world;
 
 #[path = "storm/clients.rs"]
 mod clients;
+#[path = "storm/lost.rs"]
+mod lost;
 #[path = "storm/schedule.rs"]
 mod schedule;
 #[path = "storm/weather.rs"]
@@ -27,11 +29,17 @@ const SEEDS: u64 = 30;
 async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     let schedule = Schedule::of(seed);
     let world = World::simulated(schedule.nodes, &CODES, BLOCK, seed).await;
+    if schedule.is_lost {
+        lost::until_acquainted(&world).await;
+    }
     let (ledger, report) = (Shared::default(), Report::default());
     let mut director = Director::new(world, &schedule, report.clone());
     let mut work = Vec::new();
     for (index, deeds) in schedule.clients.iter().enumerate() {
-        let seeds = [1 + index, 2, 0].map(address).to_vec();
+        let seeds = match schedule.is_lost {
+            true => (0..4).map(|other| address(1 + (index + other) % schedule.nodes)).collect(),
+            false => [1 + index, 2, 0].map(address).to_vec(),
+        };
         let (client, number) = director.world.connect(seeds);
         assert_eq!(weather::client_address(index), format!("client{number}:0"));
         let deeds = deeds.clone();
@@ -44,12 +52,15 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
         work.await.unwrap();
     }
     let rotted = report.lock().unwrap().rotted;
+    director.world.set_lag(0);
+    if schedule.is_lost {
+        director.assert_one_home().await;
+    }
     let world = director.world;
-    world.set_lag(0);
     world.until_live(schedule.nodes).await;
     let client = world.client();
     let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
-    world.assert_rest(&client, &mut ledger).await;
+    world.assert_rest(&client, &mut ledger, rotted).await;
     world.assert_saves(&client, &mut ledger, 9).await;
     world.assert_archivable(&client, &mut ledger, rotted).await;
     world.snapshot()

@@ -75,6 +75,11 @@ struct Look {
 impl Look {
     /// Refuses when something that was committed, or removed, could be known to none of `heard`.
     fn enough(&self, heard: &[NodeRecord]) -> Result<(), Failure> {
+        if self.storage.is_empty() {
+            let text =
+                "no catalogue answers, and this daemon knows no storage node: ask another one";
+            return Err(failure(Kind::Unavailable, text));
+        }
         let is_heard = |node: &&NodeRecord| heard.iter().any(|other| other.name == node.name);
         let missing = self.storage.iter().filter(|node| !is_heard(node));
         let missing: Vec<&str> = missing.map(|node| node.name.as_str()).collect();

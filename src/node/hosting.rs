@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
+use futures_util::future::join_all;
 use futures_util::stream;
 
 use super::Node;
@@ -15,7 +16,7 @@ use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::Epoch;
 use crate::net::call::address;
 use crate::store::{Kv, Maps, Store};
-use crate::wire::calls::{Hello, HelloAnswer};
+use crate::wire::calls::{Claim, Hello, HelloAnswer};
 
 /// A member that does not say its epoch within this is not counted.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
@@ -172,15 +173,16 @@ impl Node {
         }
     }
 
-    /// Asks the storage nodes that the map knows, and notes what is later than the map.
+    /// Asks the nodes that the map knows, notes what is later than the map, and tells those of it that have not heard of it: a daemon
+    /// on a new disk would serve an empty catalogue beside it. Storage nodes are counted.
     async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
         // One that stands down has to find the other home, and its seeds may be itself alone.
         self.remote.know(nodes.iter().map(|view| node_address(&view.node)));
-        let storage: Vec<NodeRecord> =
-            nodes.into_iter().map(|view| view.node).filter(|node| node.storage).collect();
-        let mut heard = 0;
-        for (node, hello) in self.hello_all(&storage).await {
+        let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
+        let storage = nodes.iter().filter(|node| node.storage).count();
+        let (mut heard, mut behind) = (0, Vec::new());
+        for (node, hello) in self.hello_all(&nodes).await {
             let is_other =
                 hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.map());
             if hello.epoch > local.epoch() || is_other {
@@ -196,9 +198,19 @@ impl Node {
                 }
                 return false;
             }
-            heard += 1;
+            heard += usize::from(node.storage);
+            behind.extend((hello.epoch < local.epoch()).then_some(node));
         }
-        storage.is_empty() || heard * 2 > storage.len()
+        let call = Claim { epoch: local.epoch(), map: local.map(), home: self.address() };
+        let tells = behind.iter().map(|node| async {
+            let to = node_address(node);
+            let told = self.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
+            if let Err(error) = told {
+                tracing::info!(node = %node.name, %error, "it has not heard of this epoch");
+            }
+        });
+        join_all(tells).await;
+        storage == 0 || heard * 2 > storage
     }
 
     /// Those of `nodes` that say who they are, in time.

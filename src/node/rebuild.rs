@@ -293,6 +293,10 @@ fn enough(
     accept_loss: bool,
 ) -> Result<(), Failure> {
     let all = members.iter().filter(|node| node.storage).count();
+    if all == 0 {
+        let text = "this daemon knows no storage node: rebuild on another one";
+        return Err(failure(Kind::Unavailable, text));
+    }
     let less_than_half = all.saturating_sub(1) / 2;
     let may_miss = tolerated(codes).min(less_than_half);
     let missing: Vec<&str> = without(members, reached).map(|node| node.name.as_str()).collect();

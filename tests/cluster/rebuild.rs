@@ -7,7 +7,7 @@ use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::id::{Epoch, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::Address;
-use rapidraid::store::MemoryKv;
+use rapidraid::store::{Disk, MemoryKv};
 use rapidraid::wire::calls::{PlanChoice, RebuildAnswer};
 
 use crate::world::{
@@ -165,6 +165,54 @@ async fn a_rebuild_without_enough_nodes_is_refused_with_the_list() {
     let late = || [4, 5].iter().all(|index| world.nodes[index].store().epoch() == Epoch(2));
     world.until("the late ones to hear", late).await;
     save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+}
+
+/// A gateway that has lost its map and never noted the other nodes: what it knows is no answer, and nothing to make a catalogue of.
+#[tokio::test(start_paused = true)]
+async fn a_daemon_that_knows_no_storage_node_says_so() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    rebuild_on(&client, 1, false).await.unwrap();
+    world.machines[0].disk.remove("members").unwrap();
+    world.boot(0);
+    let alone = world.client_of(0);
+    for _ in 0..2 {
+        let refused = alone.list(None).await.unwrap_err();
+        assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+        assert_eq!(restore_error(&alone, 1).await.kind(), Kind::Unavailable);
+        for accept_loss in [false, true] {
+            let refused = rebuild_on(&alone, 0, accept_loss).await.unwrap_err();
+            assert!(refused.to_string().contains("no storage node"), "{refused}");
+        }
+    }
+    assert_eq!(world.nodes[&0].store().epoch(), Epoch(1), "nothing was claimed");
+    assert_exact(&client, 1).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_home_on_a_new_disk_stands_down_whether_it_or_the_rebuild_was_first() {
+    for is_first in [true, false] {
+        let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+        let client = world.client_of(1);
+        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+        lose_catalogue(&mut world).await;
+        world.replace(0);
+        // Nodes that still had it for the home have asked in vain.
+        tokio::time::sleep(world.lease).await;
+        if is_first {
+            world.boot(0);
+            tokio::time::sleep(world.lease).await;
+        }
+        rebuild_on(&client, 2, false).await.unwrap();
+        if !is_first {
+            world.boot(0);
+        }
+        world.until("it stands down", || !world.nodes[&0].serves()).await;
+        world.until("it knows better", || world.nodes[&0].store().epoch() == Epoch(2)).await;
+        assert_exact(&world.client_of(0), 1).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]

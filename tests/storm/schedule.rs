@@ -3,6 +3,7 @@
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::wire::calls::PlanChoice;
 
+use super::lost::{self, Kept};
 use crate::world::power::Leaves;
 
 /// Codes of a storm, by preference; the larger one needs six storage nodes.
@@ -54,6 +55,10 @@ pub enum Fault {
     Full { machine: usize },
     /// A bit of a block or piece turns; nothing puts it right.
     Rot { pick: u64 },
+    /// The catalogue's home goes; whether its map is still there is told when it comes back.
+    Lose { number: u64, map: Kept },
+    /// Somebody calls for a rebuild.
+    Rebuild { on: usize },
 }
 
 /// A fault, from when to when.
@@ -73,6 +78,8 @@ pub struct Schedule {
     /// Of each client: how long it waits, and what it does then.
     pub clients: Vec<Vec<(u64, Deed)>>,
     pub wrongs: Vec<Wrong>,
+    /// Whether the catalogue is lost now and then.
+    pub is_lost: bool,
 }
 
 impl std::fmt::Display for Schedule {
@@ -173,6 +180,8 @@ impl Schedule {
         let clients = (0..clients).map(deeds).collect();
         let rotten = 1 + draw.below(nodes) as usize;
         let lag_ms = draw.of(&[0, 0, 3, 30, 150]);
-        Self { nodes: nodes as usize, rotten, lag_ms, clients, wrongs }
+        let is_lost = lost::is_lost(seed);
+        wrongs.extend(lost::draw(seed, nodes));
+        Self { is_lost, nodes: nodes as usize, rotten, lag_ms, clients, wrongs }
     }
 }

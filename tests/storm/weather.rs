@@ -8,12 +8,15 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::store::Disk;
 use tokio::time::Instant;
 
+use super::lost::Lost;
 use super::schedule::{Fault, Schedule, Wrong};
 use crate::world::power::Leaves;
 use crate::world::{DISK_BYTES, World, address};
 
 /// After so long without a change all leases and time-outs of before are over.
 const CALM: Duration = Duration::from_secs(60);
+/// So often it is looked who serves the catalogue, where it may be lost.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// What clients may know of the weather.
 #[derive(Clone, Default)]
@@ -21,6 +24,9 @@ pub struct Weather {
     /// Machines that are not there, and the one whose disk rots once it has begun to.
     pub away: BTreeSet<usize>,
     pub rotted: bool,
+    /// Nobody serves the catalogue. It may be on any machine.
+    pub is_lost: bool,
+    moves: bool,
     /// Cuts and full disks.
     wrong: usize,
     /// Counts all that has happened.
@@ -34,14 +40,18 @@ impl Weather {
         self.last = Some(Instant::now());
     }
 
-    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing.
+    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing. Without a catalogue one
+    /// storage node may be: that is what both codes of a storm tolerate.
     pub fn is_fair(&self, away: usize) -> bool {
-        self.wrong == 0 && !self.away.contains(&0) && self.away.len() <= away
+        let away = if self.is_lost { away.min(1) } else { away };
+        let storage = self.away.iter().filter(|machine| **machine != 0).count();
+        let has_host = self.moves || !self.away.contains(&0);
+        self.wrong == 0 && has_host && storage <= away
     }
 
     /// Nothing is wrong and nothing has been for long.
     pub fn is_calm(&self) -> bool {
-        self.is_fair(0) && self.last.is_none_or(|last| last.elapsed() > CALM)
+        self.is_fair(0) && !self.is_lost && self.last.is_none_or(|last| last.elapsed() > CALM)
     }
 }
 
@@ -57,7 +67,8 @@ enum Turn {
 /// Puts the cluster through the faults of a schedule, and everything right at the end.
 pub struct Director {
     pub world: World,
-    report: Report,
+    pub report: Report,
+    pub lost: Lost,
     rotten: usize,
     /// Whose process is gone, and what becomes of its disk when it comes back.
     down: Vec<Option<Leaves>>,
@@ -66,7 +77,8 @@ pub struct Director {
 impl Director {
     pub fn new(world: World, schedule: &Schedule, report: Report) -> Self {
         let down = vec![None; world.machines.len()];
-        Self { world, report, rotten: schedule.rotten, down }
+        report.lock().unwrap().moves = schedule.is_lost;
+        Self { world, report, lost: Lost::default(), rotten: schedule.rotten, down }
     }
 
     /// All faults in their time.
@@ -79,7 +91,7 @@ impl Director {
         turns.sort_by_key(|(at, _)| *at);
         let began = Instant::now();
         for (at, turn) in turns {
-            tokio::time::sleep_until(began + Duration::from_millis(at)).await;
+            self.wait_until(began + Duration::from_millis(at)).await;
             match turn {
                 Turn::Begin(fault) => self.begin(fault).await,
                 Turn::End(fault) => self.end(fault).await,
@@ -87,7 +99,15 @@ impl Director {
         }
     }
 
-    fn tell(&self, change: impl FnOnce(&mut Weather)) {
+    async fn wait_until(&mut self, at: Instant) {
+        while self.report.lock().unwrap().moves && Instant::now() + LOOK_EVERY < at {
+            self.look_for_home();
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        tokio::time::sleep_until(at).await;
+    }
+
+    pub fn tell(&self, change: impl FnOnce(&mut Weather)) {
         let mut weather = self.report.lock().unwrap();
         change(&mut weather);
         weather.change();
@@ -126,6 +146,8 @@ impl Director {
                 self.world.machines[machine].disk.set_capacity(0);
             }
             Fault::Rot { pick } => self.rot(pick),
+            Fault::Lose { number, map } => self.lose(number, map).await,
+            Fault::Rebuild { on } => self.call_rebuild(on),
         }
     }
 
@@ -156,11 +178,12 @@ impl Director {
                 self.world.machines[machine].disk.set_capacity(DISK_BYTES);
                 self.tell(|weather| weather.wrong -= 1);
             }
-            Fault::Rot { .. } => {}
+            Fault::Lose { number, map } => self.find(number, map).await,
+            Fault::Rot { .. } | Fault::Rebuild { .. } => {}
         }
     }
 
-    async fn take_down(&mut self, machine: usize, leaves: Leaves) {
+    pub async fn take_down(&mut self, machine: usize, leaves: Leaves) {
         self.tell(|weather| weather.away.extend([machine]));
         self.world.cut_power(machine);
         // Power that goes after the process takes with it what the process had not synced.
@@ -170,7 +193,7 @@ impl Director {
     }
 
     /// Boots a machine unless it is up. Another fault that holds it down ends early with this one.
-    async fn bring_back(&mut self, machine: usize) {
+    pub async fn bring_back(&mut self, machine: usize) {
         let Some(leaves) = self.down[machine].take() else { return };
         self.world.lose_unsynced(machine, leaves).await;
         if let Err(error) = self.world.try_boot(machine) {
@@ -208,6 +231,9 @@ impl Director {
         for machine in 0..self.down.len() {
             self.world.machines[machine].power.calm();
             self.bring_back(machine).await;
+        }
+        if self.report.lock().unwrap().moves {
+            self.restore_catalogue().await;
         }
     }
 }

@@ -63,7 +63,7 @@ pub async fn run(cell: Option<Cell>) -> Vec<u64> {
         world.until_live(NODES).await;
     }
     let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
-    world.assert_rest(&client, &mut ledger).await;
+    world.assert_rest(&client, &mut ledger, false).await;
     world.assert_saves(&client, &mut ledger, 9).await;
     world.assert_archivable(&client, &mut ledger, false).await;
     before.iter().zip(&after).map(|(before, after)| after - before).collect()

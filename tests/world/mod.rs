@@ -261,6 +261,14 @@ impl World {
         self.network.join(Peer { role: Role::Node, name }, &address(index))
     }
 
+    /// Puts an empty machine in the place of `index`, which does not run.
+    pub fn replace(&mut self, index: usize) {
+        let machine = &mut self.machines[index];
+        machine.disk = Arc::new(MemoryDisk::new(DISK_BYTES));
+        machine.index = Arc::new(MemoryKv::new());
+        machine.catalogue.set(None);
+    }
+
     /// Cuts the power of machine `index`: its process is gone in the same moment.
     pub fn cut_power(&self, index: usize) {
         self.machines[index].power.turn(false);

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rapidraid::catalogue::records::{Archiving, parse};
 use rapidraid::client::Client;
 use rapidraid::format::records::{Checkpoint, Record, Writing};
 use rapidraid::id::{SaveId, Step};
@@ -13,10 +14,16 @@ use super::look::files_below;
 use super::{World, job, options, restore};
 
 impl World {
-    /// What the catalogue has that somebody still has to finish.
-    pub fn unfinished(&self) -> Vec<String> {
+    /// What the catalogue has that somebody still has to finish. Where a file has `rotted` an archiving may wait for a piece, which
+    /// nothing makes again.
+    pub fn unfinished(&self, rotted: bool) -> Vec<String> {
         let kv = self.map();
-        let mut left = self.catalogue_keys("a/");
+        let mut left = self.catalogue_keys("x/");
+        for (key, value) in kv.scan(b"k/a/", None, 1000).unwrap() {
+            let key = String::from_utf8_lossy(&key).into_owned();
+            let wish: Archiving = parse(&key, &value[8..]).unwrap();
+            left.extend((!rotted || wish.waiting.is_none()).then_some(key));
+        }
         for (key, value) in kv.scan(b"k/c/", None, 1000).unwrap() {
             let checkpoint = Checkpoint::parse(&value[8..]).unwrap();
             let key = String::from_utf8_lossy(&key).into_owned();
@@ -31,11 +38,11 @@ impl World {
 
     /// Waits until nothing is unfinished, and checks all that must hold then: each step is what the ledger allows, every committed
     /// byte is there, and nothing else.
-    pub async fn assert_rest(&self, client: &Client, ledger: &mut Ledger) {
+    pub async fn assert_rest(&self, client: &Client, ledger: &mut Ledger, rotted: bool) {
         // The catalogue's host changes nothing until it has heard the others again.
         tokio::time::sleep(self.lease).await;
-        let at_rest = || self.unfinished().is_empty();
-        self.until_or("rest", at_rest, || format!("{:?}", self.unfinished())).await;
+        let at_rest = || self.unfinished(rotted).is_empty();
+        self.until_or("rest", at_rest, || format!("{:?}", self.unfinished(rotted))).await;
         let listed = client.list(None).await.unwrap();
         let saves: BTreeMap<u64, SaveId> =
             listed.iter().map(|view| (view.step.0, view.saved.save)).collect();
@@ -83,7 +90,7 @@ impl World {
             files.retain(|file| pieces.contains(&folder(file)));
             assert!(files.is_empty() || rotted, "replicas of step {}: {files:?}", view.step);
         }
-        self.assert_rest(client, ledger).await;
+        self.assert_rest(client, ledger, rotted).await;
         assert_eq!(client.list(None).await.unwrap().len(), listed.len());
     }
 

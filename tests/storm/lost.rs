@@ -1,0 +1,235 @@
+//! Weather with a lost catalogue: its home goes, with or without its map, somebody calls for a rebuild, and what comes back later has
+//! an older map, the old one, or none.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::id::Epoch;
+use rapidraid::kind::Kind;
+use rapidraid::net::Address;
+use rapidraid::store::{Kv, MemoryKv, Store};
+use tokio::task::JoinHandle;
+
+use super::schedule::{Fault, Wrong};
+use super::weather::{Director, Report};
+use crate::world::power::Leaves;
+use crate::world::{World, address};
+
+/// The longest that a home, or a node during a rebuild, is away.
+const MAX_AWAY_MS: u64 = 60_000;
+/// Rebuilds that are called for when the storm is over, until one ends well.
+const LAST_TRIES: usize = 20;
+
+/// What a home that was lost has for a map when it comes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kept {
+    Map,
+    Nothing,
+    /// A copy that was taken long before.
+    Older,
+    /// Neither a map nor anything else, if it is the machine that begins a catalogue: it begins another one.
+    NewDisk,
+}
+
+/// Seeds that end in 1, 2 or 3 have such weather.
+pub fn is_lost(seed: u64) -> bool {
+    (1..=3).contains(&(seed % 10))
+}
+
+/// What goes wrong besides, if the seed is one of those.
+pub fn draw(seed: u64, nodes: u64) -> Vec<Wrong> {
+    if !is_lost(seed) {
+        return Vec::new();
+    }
+    let coin = SeededEntropy::new(!seed);
+    let below = |bound| coin.below(bound);
+    let leaves = || match below(3) {
+        0 => Leaves::Synced,
+        1 => Leaves::Torn(below(1 << 32)),
+        _ => Leaves::All,
+    };
+    let mut wrongs = Vec::new();
+    for number in 0..1 + below(2) {
+        let from_ms = 1000 + below(45_000);
+        let to_ms = from_ms + below(MAX_AWAY_MS);
+        let map = [Kept::Map, Kept::Nothing, Kept::Older, Kept::NewDisk][below(4) as usize];
+        wrongs.push(Wrong { from_ms, to_ms, fault: Fault::Lose { number, map } });
+        let mut at_ms = from_ms;
+        for _ in 0..below(4) {
+            at_ms += below(20_000);
+            let machine = || 1 + below(nodes) as usize;
+            // As many as a rebuild may be without, and now and then one too many.
+            for _ in 0..below(5) / 2 {
+                let fault = Fault::Stop { machine: machine(), leaves: leaves() };
+                let (from_ms, to_ms) = (at_ms.saturating_sub(below(5000)), at_ms + below(30_000));
+                wrongs.push(Wrong { from_ms, to_ms, fault });
+            }
+            for _ in 0..1 + below(4) / 3 {
+                let on = machine();
+                if below(4) == 0 {
+                    let fault =
+                        Fault::StopAfter { machine: on, changes: below(40), leaves: leaves() };
+                    wrongs.push(Wrong { from_ms: at_ms, to_ms: at_ms + below(20_000), fault });
+                }
+                let fault = Fault::Rebuild { on };
+                wrongs.push(Wrong { from_ms: at_ms, to_ms: at_ms, fault });
+            }
+        }
+    }
+    wrongs
+}
+
+/// All nodes have noted each other: one that met only those before it would not know whom to ask.
+pub async fn until_acquainted(world: &World) {
+    let all = world.machines.len();
+    let knows = |store: &Store| store.members().is_ok_and(|members| members.nodes.len() == all);
+    let acquainted = || world.nodes.values().all(|node| knows(node.store()));
+    world.until("all nodes know each other", acquainted).await;
+}
+
+/// What a director knows of catalogues.
+#[derive(Default)]
+pub struct Lost {
+    /// Who served last.
+    home: usize,
+    /// By the number of the loss: whose map it was, and the map.
+    taken: BTreeMap<u64, (usize, Option<Arc<MemoryKv>>)>,
+    /// An early copy of a machine's map, and its epoch.
+    copies: BTreeMap<usize, (Epoch, Arc<MemoryKv>)>,
+    rebuilds: Vec<JoinHandle<()>>,
+}
+
+impl Director {
+    /// Looks who serves, and tells the clients when nobody does.
+    pub fn look_for_home(&mut self) {
+        let serving = self.homes();
+        if let [home] = serving[..] {
+            self.lost.home = home;
+            let epoch = self.world.nodes[&home].store().epoch();
+            let copy =
+                || Some((epoch, Arc::new(self.world.machines[home].catalogue.get()?.copy())));
+            if !self.lost.copies.contains_key(&home) {
+                self.lost.copies.extend(copy().map(|copy| (home, copy)));
+            }
+        }
+        let is_lost = serving.len() != 1;
+        if self.report.lock().unwrap().is_lost != is_lost {
+            self.tell(|weather| weather.is_lost = is_lost);
+        }
+    }
+
+    /// The daemons that serve a catalogue with other nodes in it.
+    fn homes(&self) -> Vec<usize> {
+        let mut serving = self.serving();
+        serving.retain(|&home| {
+            let map = self.world.machines[home].catalogue.get();
+            map.is_some_and(|map| map.scan(b"k/n/", None, 2).unwrap().len() > 1)
+        });
+        serving
+    }
+
+    fn serving(&self) -> Vec<usize> {
+        let serving = self.world.nodes.iter().filter(|(_, node)| node.serves());
+        serving.map(|(index, _)| *index).collect()
+    }
+
+    /// The home is gone, and its map for the time being.
+    pub async fn lose(&mut self, number: u64, map: Kept) {
+        self.look_for_home();
+        let home = self.lost.home;
+        self.take_down(home, Leaves::All).await;
+        let slot = &self.world.machines[home].catalogue;
+        self.lost.taken.insert(number, (home, slot.get()));
+        if map != Kept::Map {
+            slot.set(None);
+        }
+        self.look_for_home();
+    }
+
+    /// The machine that was lost is back, with what `map` says.
+    pub async fn find(&mut self, number: u64, map: Kept) {
+        let Some((home, kept)) = self.lost.taken.remove(&number) else { return };
+        let slot = self.world.machines[home].catalogue.clone();
+        // It may have made a map of its own meanwhile, by a rebuild.
+        if map == Kept::Older && slot.get().is_none() {
+            self.take_down(home, Leaves::All).await;
+            slot.set(self.over(home).or(kept));
+        } else if map == Kept::NewDisk && home == 0 {
+            self.take_down(home, Leaves::All).await;
+            self.world.replace(home);
+        }
+        self.bring_back(home).await;
+    }
+
+    /// The early copy of a map whose epoch is over for more than half of the storage nodes: in the place of one whose epoch is not,
+    /// nobody could tell it from the one that was lost.
+    fn over(&self, home: usize) -> Option<Arc<MemoryKv>> {
+        let (epoch, copy) = self.lost.copies.get(&home)?;
+        let storage = self.world.machines.len() - 1;
+        let nodes = self.world.nodes.iter().filter(|(index, _)| **index != 0);
+        let later = nodes.filter(|(_, node)| node.store().epoch() > *epoch).count();
+        (later * 2 > storage).then(|| copy.clone())
+    }
+
+    /// Somebody calls for a rebuild, and waits for it; on the next storage node that runs.
+    pub fn call_rebuild(&mut self, on: usize) {
+        let storage = self.world.machines.len() - 1;
+        let mut others = (0..storage).map(|other| 1 + (on - 1 + other) % storage);
+        let Some(on) = others.find(|on| self.world.nodes.contains_key(on)) else { return };
+        let client = self.world.client_of(on);
+        let report = self.report.clone();
+        self.lost.rebuilds.push(tokio::spawn(async move {
+            rebuild(&client, on, &report).await;
+        }));
+    }
+
+    /// When everything is right again but the catalogue: rebuilds it where the old one does not come back.
+    pub async fn restore_catalogue(&mut self) {
+        for rebuild in std::mem::take(&mut self.lost.rebuilds) {
+            rebuild.await.unwrap();
+        }
+        let lease = self.world.lease;
+        for attempt in 0..LAST_TRIES {
+            tokio::time::sleep(3 * lease).await;
+            self.look_for_home();
+            if !self.report.lock().unwrap().is_lost {
+                return;
+            }
+            let on = 1 + attempt % (self.world.machines.len() - 1);
+            rebuild(&self.world.client_of(on), on, &self.report).await;
+        }
+        panic!("no rebuild brings the catalogue back; these serve: {:?}", self.homes());
+    }
+
+    /// Exactly one daemon serves, and goes on serving.
+    pub async fn assert_one_home(&self) {
+        for _ in 0..10 {
+            assert_eq!(self.serving().len(), 1, "homes: {:?}", self.serving());
+            tokio::time::sleep(self.world.lease / 3).await;
+        }
+    }
+}
+
+/// One that ends says what it could not bring back: nothing, where not more is missing than may be.
+async fn rebuild(client: &rapidraid::client::Client, on: usize, report: &Report) {
+    let at = Address { host_port: address(on), node: None };
+    let limit = Duration::from_secs(3600);
+    let ended = tokio::time::timeout(limit, client.rebuild_catalogue(Some(&at), false)).await;
+    let ended = ended.unwrap_or_else(|_| panic!("a rebuild on node {on} stands still"));
+    match ended {
+        Ok(answer) => {
+            assert_eq!(answer.incomplete, Vec::<String>::new(), "of a rebuild on node {on}");
+            let few = answer.missing.len() <= 1 && !report.lock().unwrap().rotted;
+            assert!(answer.damaged.is_empty() || !few, "node {on}: {answer:?}");
+        }
+        Err(error) => {
+            let wrong = matches!(
+                error.kind(),
+                Kind::Lost | Kind::Corrupt | Kind::Internal | Kind::Invalid | Kind::Denied
+            );
+            assert!(!wrong, "a rebuild on node {on}: {error}");
+        }
+    }
+}

@@ -30,12 +30,15 @@ struct Known {
     name: PeerName,
     address: HostPort,
     settings: Table,
+    stores: bool,
 }
 
 /// What was made.
 struct Added {
     dir: PathBuf,
     nodes: Vec<NewNode>,
+    /// Whose settings they have.
+    like: PeerName,
 }
 
 /// The command.
@@ -44,7 +47,7 @@ pub fn run(options: &AddNode) -> Outcome {
     check_settings(set)?;
     let authority = authority(dir)?;
     let known = known(dir, &authority)?;
-    let Some(like) = known.first() else {
+    let Some(like) = known.iter().find(|node| node.stores).or(known.first()) else {
         let message = format!("{} has no folder of a node", dir.join("nodes").display());
         return Err(Failure::new(Kind::NotFound, message).with_hint(
             "a new node takes its settings from one that is there: put one node's folder back",
@@ -62,6 +65,12 @@ pub fn run(options: &AddNode) -> Outcome {
     }
     let mut texts = Vec::new();
     for node in &options.nodes {
+        let folder = dir.join("nodes").join(node.name.as_str());
+        if files::kind_of(&folder).is_ok() {
+            let message = format!("{} exists", folder.display());
+            return Err(Failure::new(Kind::Exists, message)
+                .with_hint("files of a cluster are never written over: move it away"));
+        }
         let file = dir.join("nodes").join(node.name.as_str()).join(FILE_NAME);
         let text = text(&authority, node, &seeds, &settings);
         let nothing = BTreeMap::new();
@@ -69,10 +78,14 @@ pub fn run(options: &AddNode) -> Outcome {
         NodeConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
         texts.push(Text { role: Role::Node, name: node.name.clone(), file, text });
     }
-    for text in &texts {
-        write_member(dir, &authority, text)?;
-    }
-    Ok(Box::new(Added { dir: dir.clone(), nodes: options.nodes.clone() }))
+    texts.iter().try_for_each(|text| write_member(dir, &authority, text)).inspect_err(|_| {
+        // All of them are new.
+        for folder in texts.iter().filter_map(|text| text.file.parent()) {
+            files::remove_folder(folder);
+        }
+    })?;
+    let like = like.name.clone();
+    Ok(Box::new(Added { dir: dir.clone(), nodes: options.nodes.clone(), like }))
 }
 
 fn authority(dir: &Path) -> Result<Authority, Failure> {
@@ -114,7 +127,12 @@ fn known(dir: &Path, authority: &Authority) -> Result<Vec<Known>, Failure> {
         for own in OWN {
             take(&mut settings, own);
         }
-        known.push(Known { name: config.membership.name, address: config.advertise, settings });
+        known.push(Known {
+            name: config.membership.name,
+            address: config.advertise,
+            settings,
+            stores: config.storage,
+        });
     }
     known.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(known)
@@ -205,7 +223,8 @@ impl Answer for Added {
         }
         let step = paint.tint(Tint::Cyan, "rapidraid node --config NAME/rapidraid.toml");
         out + &format!(
-            "\nNext: copy each folder to its machine and run there {step}.\nIt is a member when it has registered (`rapidraid status`); new checkpoints use it from then on, older ones stay where they are.\n"
+            "\nTheir settings are those of {}.\nNext: copy each folder to its machine and run there {step}.\nIt is a member when it has registered (`rapidraid status`); new checkpoints use it from then on, older ones stay where they are.\n",
+            self.like
         )
     }
 }

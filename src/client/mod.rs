@@ -277,7 +277,7 @@ impl Client {
             let page = self
                 .ask(&Show { job: job.clone(), step: Some(answer.step.step), first_shard })
                 .await?;
-            if page.step != answer.step || page.shards.is_empty() {
+            if page.step.saved != answer.step.saved || page.shards.is_empty() {
                 return Err(ClientError::Removed { job: job.clone(), step: answer.step.step });
             }
             answer.shards.extend(page.shards);

@@ -27,6 +27,8 @@ const PLANS_AT_ONCE: usize = 8;
 const STRIPES_AT_ONCE: usize = 2;
 /// How often another way to read a stripe is looked for when the sources of the first have given out.
 const MAX_LOOKS: u32 = 3;
+/// How often a stripe's state is followed: it moves forward twice, but seen by marks it may look otherwise from time to time.
+const MAX_MOVES: u32 = 8;
 
 /// The first incident of a restore without a catalogue.
 const BY_MARKS: &str = "no catalogue answers: the checkpoint was found by its commit marks";
@@ -205,7 +207,9 @@ impl Client {
         about_to(Stage::Deliver, format_args!("{job}/{step}"));
         let result = self.deliver(&reading, &parts, planned, output, &count, &mut opened).await;
         if let Some(output) = output {
-            about_to(Stage::Finish, format_args!("{job}/{step}"));
+            if result.is_ok() {
+                about_to(Stage::Finish, format_args!("{job}/{step}"));
+            }
             finish_output(output, &parts, &opened, result.is_ok())?;
         }
         result?;
@@ -318,10 +322,12 @@ impl Client {
         slice: &Slice,
         mut state: StripeState,
     ) -> Result<Planned, ClientError> {
+        let mut moves = 0;
         loop {
             match self.plan_in_state(reading, part, leaves, slice, state).await {
                 Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
-                Err(error @ ClientError::Read(ReadError::Lost(_))) => {
+                Err(error @ ClientError::Read(ReadError::Lost(_))) if moves < MAX_MOVES => {
+                    moves += 1;
                     state = self.next_state(part, slice.stripe, state).await?.ok_or(error)?;
                 }
                 Err(error) => return Err(error),
@@ -329,8 +335,7 @@ impl Client {
         }
     }
 
-    /// The state that a stripe has come to since it was `known`; `None` when it is the same. A stripe only ever moves forward,
-    /// so that asking again ends.
+    /// The state that a stripe has come to since it was `known`; `None` when it is the same.
     async fn next_state(
         &self,
         part: &Part,
@@ -415,9 +420,9 @@ impl Client {
                 result => return Ok(result?),
             };
             let state = match self.next_state(part, slice.stripe, state).await? {
-                Some(next) => next,
+                Some(next) if looks < MAX_MOVES => next,
                 None if looks < MAX_LOOKS => state,
-                None => return Err(lost.into()),
+                _ => return Err(lost.into()),
             };
             looks += 1;
             let leaves = self.leaves(reading, part).await?;

@@ -3,26 +3,26 @@
 //! Nothing is changed and nothing is remembered beyond a moment. The rule is that of a rebuild: all storage nodes but so few are read that
 //! every committed save, and every removal, has left a record on one of them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use futures_util::future::try_join_all;
 use futures_util::stream;
 
 use super::Node;
 use super::census::node_address;
 use super::failure::failure;
-use super::gateway::SHARDS_PER_PAGE as SHARDS_SHOWN;
+use super::gateway::SHARDS_SHOWN;
 use super::hosting::tolerated;
 use super::marks::marked_save;
 use super::rebuild::been_here;
 use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
+use crate::catalogue::records::checkpoint_key;
 use crate::clock::deadline;
-use crate::format::records::{Node as NodeRecord, ShardState};
-use crate::id::{Generation, Job, NodeId, SaveId, Step};
+use crate::format::records::{Node as NodeRecord, Saved, ShardState};
+use crate::id::{Generation, NodeId, SaveId};
 use crate::kind::Kind;
 use crate::net::call::address;
 use crate::store::StoreError;
@@ -32,14 +32,18 @@ use crate::wire::calls::{
     Show, ShowAnswer, StepView,
 };
 
+/// So long what was put together of a save is used again: a big one takes long, and is shown by many pages.
+const SAVE_LASTS: Duration = Duration::from_secs(60);
 /// So long a look at the nodes is used again, and the catalogue is not asked again.
 const LOOK_LASTS: Duration = Duration::from_secs(5);
 /// A catalogue that does not answer a reader within this is looked for no longer.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
+/// A key that is asked for to find out whether a catalogue answers; nothing has it.
+const PROBE: &str = "probe";
 /// One page of marks comes within this.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
 /// Shards that are looked at for a page of marks.
-const SHARDS_PER_PAGE: usize = 256;
+const SHARDS_PER_PAGE: usize = 4096;
 /// Saves in a page of steps, and saves that are asked about at once.
 const SAVES_PER_PAGE: usize = 256;
 /// Committed steps that are found by marks; with more, the catalogue must be made again first.
@@ -59,7 +63,7 @@ pub(super) struct Away {
     look: Mutex<Option<(Duration, Arc<Look>)>>,
     /// Held by whoever looks; the others wait for what it finds.
     looking: tokio::sync::Mutex<()>,
-    save: Mutex<Option<(Arc<Look>, Arc<Committed>)>>,
+    save: tokio::sync::Mutex<Option<(Duration, Arc<Committed>)>>,
 }
 
 /// The nodes at one moment, and the committed steps that they have marks of.
@@ -69,7 +73,8 @@ struct Look {
     /// Storage nodes whose marks are known, and how many others there may be.
     heard: Vec<NodeRecord>,
     may_miss: usize,
-    steps: BTreeMap<(Job, Step), MarkedSave>,
+    /// By their keys in the catalogue, so that they come in its order.
+    steps: BTreeMap<String, MarkedSave>,
 }
 
 impl Look {
@@ -119,7 +124,11 @@ impl Node {
         if self.away.is_unheard.load(Ordering::Relaxed) || self.last_look().is_some() {
             return None;
         }
-        let known = deadline(&*self.clock, CATALOGUE_LIMIT, known).await.ok()?;
+        // One short question finds out; what is asked may take its time.
+        let catalogue = self.catalogue();
+        let probe = catalogue.get(PROBE);
+        deadline(&*self.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
+        let known = known.await;
         let is_away = known.as_ref().is_err_and(|error| error.kind == Kind::Unavailable);
         (!is_away).then_some(known)
     }
@@ -131,34 +140,32 @@ impl Node {
     }
 
     /// Committed steps, in order.
-    pub(super) async fn list_away(&self, call: List) -> Result<ListAnswer, Failure> {
+    pub(super) async fn list_away(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {
         let look = self.look_around().await?;
-        let is_wanted = |job: &Job| call.job.as_ref().is_none_or(|wanted| wanted == job);
-        let is_behind = |key: &(Job, Step)| call.after.as_ref().is_none_or(|after| key > after);
-        let found = look.steps.iter().filter(|(key, _)| is_wanted(&key.0) && is_behind(key));
-        let steps: Vec<StepView> =
-            found.take(SAVES_PER_PAGE).map(|(_, marked)| view(marked)).collect();
+        let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
+        let is_wanted =
+            |found: &MarkedSave| call.job.as_ref().is_none_or(|wanted| *wanted == found.job);
+        let behind =
+            look.steps.iter().filter(|(key, _)| after.as_ref().is_none_or(|after| *key > after));
+        let found = behind.map(|(_, found)| found).filter(|found| is_wanted(found));
+        let steps: Vec<StepView> = found.take(SAVES_PER_PAGE).map(view).collect();
         let last = steps.last().filter(|_| steps.len() == SAVES_PER_PAGE);
         let next = last.map(|last| (last.job.clone(), last.step));
         Ok(ListAnswer { steps, next })
     }
 
     /// A page of one committed step.
-    pub(super) async fn show_away(&self, call: Show) -> Result<ShowAnswer, Failure> {
+    pub(super) async fn show_away(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
         let look = self.look_around().await?;
         let marked = match call.step {
-            Some(step) => look.steps.get(&(call.job.clone(), step)),
-            None => {
-                let of_job =
-                    (call.job.clone(), Step(u64::MIN))..=(call.job.clone(), Step(u64::MAX));
-                look.steps.range(of_job).next_back().map(|(_, marked)| marked)
-            }
+            Some(step) => look.steps.get(&checkpoint_key(&call.job, step)),
+            None => look.steps.values().rfind(|found| found.job == call.job),
         };
         let Some(marked) = marked else {
             let text = format!("no node has a commit mark of that step of {}", call.job);
             return Err(failure(Kind::NotFound, text));
         };
-        let committed = self.committed(&look, marked.saved.save).await?;
+        let committed = self.committed(&look, marked).await?;
         let page = committed.shards.iter().skip(call.first_shard as usize);
         let shards = page
             .take(SHARDS_SHOWN)
@@ -168,32 +175,48 @@ impl Node {
     }
 
     /// The state of a shard, as the receipts tell it.
-    pub(super) async fn state_away(&self, call: GetState) -> Result<Option<ShardState>, Failure> {
+    pub(super) async fn state_away(
+        self: &Arc<Self>,
+        call: GetState,
+    ) -> Result<Option<ShardState>, Failure> {
         let look = self.look_around().await?;
-        let committed = self.committed(&look, call.shard.save()).await?;
+        let save = call.shard.save();
+        let marked = look.steps.values().find(|marked| marked.saved.save == save);
+        let Some(marked) = marked else { return Ok(None) };
+        let committed = self.committed(&look, marked).await?;
         let shard = committed.shards.iter().find(|shard| shard.root.shard == call.shard);
         Ok(shard.map(|shard| shard.state.clone()))
     }
 
     /// The nodes that are known here, and which of them answer.
-    pub(super) async fn nodes_away(&self) -> Result<Vec<NodeView>, Failure> {
+    pub(super) async fn nodes_away(self: &Arc<Self>) -> Result<Vec<NodeView>, Failure> {
         Ok(self.look_around().await?.nodes.clone())
     }
 
-    async fn look_around(&self) -> Result<Arc<Look>, Failure> {
+    /// In a task of its own: whoever waits may go, and what is found is there for the next.
+    async fn look_around(self: &Arc<Self>) -> Result<Arc<Look>, Failure> {
         if let Some(look) = self.last_look() {
             return Ok(look);
         }
-        let _alone = self.away.looking.lock().await;
-        if let Some(look) = self.last_look() {
-            return Ok(look);
-        }
-        let look = Arc::new(self.look_anew().await?);
-        let steps = look.steps.len();
-        tracing::warn!(steps, nodes = look.heard.len(), "no catalogue answers: reading by marks");
-        let mut last = self.away.look.lock().unwrap_or_else(PoisonError::into_inner);
-        *last = Some((self.clock.now(), look.clone()));
-        Ok(look)
+        let node = self.clone();
+        let work = self.tasks.spawn(async move {
+            let _alone = node.away.looking.lock().await;
+            if let Some(look) = node.last_look() {
+                return Ok(look);
+            }
+            let look = Arc::new(node.look_anew().await?);
+            let steps = look.steps.len();
+            tracing::warn!(
+                steps,
+                nodes = look.heard.len(),
+                "no catalogue answers: reading by marks"
+            );
+            let mut last = node.away.look.lock().unwrap_or_else(PoisonError::into_inner);
+            *last = Some((node.clock.now(), look.clone()));
+            Ok(look)
+        });
+        work.await
+            .map_err(|_| failure(Kind::Unavailable, "the daemon is stopping: ask another one"))?
     }
 
     async fn look_anew(&self) -> Result<Look, Failure> {
@@ -227,10 +250,10 @@ impl Node {
         }
         let codes = marked.values().map(|found| (found.n, found.k));
         look.may_miss = tolerated(codes.chain(self.settings.codes.iter().copied()));
+        self.leave_out_buried(&mut look, &mut marked).await;
         look.enough(&look.heard)?;
-        self.leave_out_buried(&look.heard, &mut marked).await?;
         for found in marked.into_values() {
-            let key = (found.job.clone(), found.step);
+            let key = checkpoint_key(&found.job, found.step);
             let is_newer = |other: &MarkedSave| found.saved.generation > other.saved.generation;
             if look.steps.get(&key).is_none_or(is_newer) {
                 look.steps.insert(key, found);
@@ -258,39 +281,60 @@ impl Node {
         }
     }
 
-    /// A removal that was reported has left a tombstone, or a grave, on one of the nodes that are heard.
-    async fn leave_out_buried(
-        &self,
-        heard: &[NodeRecord],
-        marked: &mut Saves,
-    ) -> Result<(), Failure> {
+    /// A removal that was reported has left a tombstone, or a grave, on one of the nodes that are heard. One that does not say is not.
+    async fn leave_out_buried(&self, look: &mut Look, marked: &mut Saves) {
         let all: Vec<SaveId> = marked.keys().copied().collect();
-        for saves in all.chunks(SAVES_PER_PAGE) {
-            let call = Buried { saves: saves.to_vec() };
-            let asks = heard.iter().map(|node| {
-                let call = &call;
+        let asks: Vec<_> = std::mem::take(&mut look.heard)
+            .into_iter()
+            .map(|node| {
+                let all = &all;
                 async move {
-                    let to = address(&node_address(node));
-                    self.caller.call_within(&to, call, PAGE_LIMIT).await
+                    let to = address(&node_address(&node));
+                    let mut gone = Vec::new();
+                    for saves in all.chunks(SAVES_PER_PAGE) {
+                        let call = Buried { saves: saves.to_vec() };
+                        gone.extend(self.caller.call_within(&to, &call, PAGE_LIMIT).await.ok()?);
+                    }
+                    Some((node, gone))
                 }
-            });
-            let gone: BTreeSet<SaveId> = try_join_all(asks).await?.into_iter().flatten().collect();
-            marked.retain(|save, _| !gone.contains(save));
+            })
+            .collect();
+        let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
+        while let Some(answer) = answers.next().await {
+            let Some((node, gone)) = answer else { continue };
+            look.heard.push(node);
+            for save in gone {
+                marked.remove(&save);
+            }
         }
-        Ok(())
     }
 
     /// The roots and states of a committed save.
-    async fn committed(&self, look: &Arc<Look>, save: SaveId) -> Result<Arc<Committed>, Failure> {
-        let last = || self.away.save.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of, committed)) = &*last()
-            && Arc::ptr_eq(of, look)
-            && committed.saved.save == save
-        {
-            return Ok(committed.clone());
-        }
-        let marked = look.steps.values().find(|marked| marked.saved.save == save);
-        if marked.is_some_and(|marked| marked.saved.shards > MAX_SHARDS) {
+    async fn committed(
+        self: &Arc<Self>,
+        look: &Arc<Look>,
+        marked: &MarkedSave,
+    ) -> Result<Arc<Committed>, Failure> {
+        let (node, look, saved) = (self.clone(), look.clone(), marked.saved.clone());
+        let work = self.tasks.spawn(async move {
+            let mut last = node.away.save.lock().await;
+            if let Some((until, committed)) = &*last
+                && node.clock.now() < *until
+                && committed.saved == saved
+            {
+                return Ok(committed.clone());
+            }
+            let committed = Arc::new(node.committed_anew(&look, &saved).await?);
+            *last = Some((node.clock.now().saturating_add(SAVE_LASTS), committed.clone()));
+            Ok(committed)
+        });
+        work.await
+            .map_err(|_| failure(Kind::Unavailable, "the daemon is stopping: ask another one"))?
+    }
+
+    async fn committed_anew(&self, look: &Look, saved: &Saved) -> Result<Committed, Failure> {
+        let save = saved.save;
+        if saved.shards > MAX_SHARDS {
             return Err(too_many("shards of one checkpoint"));
         }
         let cluster = self.settings.cluster;
@@ -312,19 +356,17 @@ impl Node {
         let heard: Vec<NodeRecord> = answers.into_iter().flatten().collect();
         look.enough(&heard)?;
         let evidence = evidence.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let committed = match evidence.judge(save, Generation::default()) {
-            Verdict::Committed(committed) => Arc::new(*committed),
+        match evidence.judge(save, Generation::default()) {
+            Verdict::Committed(committed) => Ok(*committed),
             Verdict::Orphan(_) => {
                 let text = format!("save {save} was removed, or never committed");
-                return Err(failure(Kind::NotFound, text));
+                Err(failure(Kind::NotFound, text))
             }
             Verdict::Incomplete { job, step, why } => {
                 let text = format!("{job}/{step} cannot be read without a catalogue: {why}");
-                return Err(failure(Kind::Lost, text));
+                Err(failure(Kind::Lost, text))
             }
-        };
-        *last() = Some((look.clone(), committed.clone()));
-        Ok(committed)
+        }
     }
 
     /// Saves that this node has a mark of, by shard: one that has several may come more than once.

@@ -97,12 +97,14 @@ impl Node {
             self.away.heard(answers);
             match registered {
                 Ok(answer) => {
-                    self.hosting.follows();
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     let noted =
                         self.on_store(move |store| store.note_map(answer.epoch, answer.map));
                     match noted.await {
-                        Ok(()) => self.remote.expect(answer.epoch, answer.map),
+                        Ok(()) => {
+                            self.hosting.follows();
+                            self.remote.expect(answer.epoch, answer.map);
+                        }
                         Err(error) => {
                             tracing::error!(%error, "the catalogue that was found is not the cluster's");
                         }

@@ -24,7 +24,7 @@ use crate::wire::calls::{
 };
 
 /// Shards in one page of an answer.
-pub(super) const SHARDS_PER_PAGE: usize = 128;
+pub(super) const SHARDS_SHOWN: usize = 128;
 /// Events kept for a client that watches an archiving.
 const EVENTS: usize = 64;
 
@@ -37,8 +37,17 @@ impl Node {
         let entry = self.unpublish(&call.job, call.step, None, RemoveReason::Deleted).await?;
         let entry = entry.ok_or_else(|| not_committed(&call.job, call.step))?;
         let node = self.clone();
-        let work =
-            self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
+        let work = self.tasks.spawn(async move {
+            let (job, step) = (&call.job, call.step);
+            let key = checkpoint_key(job, step);
+            let found = read::<Checkpoint>(&*node.catalogue(), &key).await?;
+            let removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
+            // What the step was before goes first: without a tombstone its marks would speak for it when the newer save's are gone.
+            for older in removing.iter().filter(|older| older.save != entry.save) {
+                node.removal(job, step, older).await?;
+            }
+            node.removal(job, step, &entry).await
+        });
         let removed = work.await.map_err(|_| {
             failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later")
         })?;
@@ -67,7 +76,7 @@ impl Node {
         Ok(entry)
     }
 
-    pub(super) async fn list(&self, call: List) -> Result<ListAnswer, Failure> {
+    pub(super) async fn list(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {
         match self.unless_away(self.list_known(call.clone())).await {
             Some(answer) => answer,
             None => self.list_away(call).await,
@@ -114,7 +123,7 @@ impl Node {
         })
     }
 
-    pub(super) async fn show(&self, call: Show) -> Result<ShowAnswer, Failure> {
+    pub(super) async fn show(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
         match self.unless_away(self.show_known(call.clone())).await {
             Some(answer) => answer,
             None => self.show_away(call).await,
@@ -135,14 +144,17 @@ impl Node {
         };
         let mut shards = Vec::new();
         let roots = shard_roots(&*catalogue, step.saved.save).await?;
-        for root in roots.into_iter().skip(call.first_shard as usize).take(SHARDS_PER_PAGE) {
+        for root in roots.into_iter().skip(call.first_shard as usize).take(SHARDS_SHOWN) {
             let state = read::<ShardState>(&*catalogue, &state_key(root.shard)).await?;
             shards.push((root, state.map(|(state, _)| state)));
         }
         Ok(ShowAnswer { step, shards })
     }
 
-    pub(super) async fn get_state(&self, call: GetState) -> Result<Option<ShardState>, Failure> {
+    pub(super) async fn get_state(
+        self: &Arc<Self>,
+        call: GetState,
+    ) -> Result<Option<ShardState>, Failure> {
         let known = async {
             let state = read::<ShardState>(&*self.catalogue(), &state_key(call.shard)).await?;
             Ok(state.map(|(state, _)| state))
@@ -154,7 +166,7 @@ impl Node {
     }
 
     /// A node asks the catalogue's home: what is only believed here is no answer for it.
-    pub(super) async fn nodes(&self, asks: Role) -> Result<Vec<NodeView>, Failure> {
+    pub(super) async fn nodes(self: &Arc<Self>, asks: Role) -> Result<Vec<NodeView>, Failure> {
         if asks == Role::Node {
             return Ok(self.hosted()?.nodes().await?);
         }

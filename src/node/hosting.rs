@@ -239,6 +239,9 @@ impl Node {
             self.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.remote.know(nodes.iter().map(node_address));
-        self.on_store(move |store| store.put_members(&Members { nodes })).await
+        self.on_store(move |store| store.put_members(&Members { nodes })).await?;
+        // Who is not on the list now was taken off it; who comes anew introduces itself again.
+        self.met.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        Ok(())
     }
 }

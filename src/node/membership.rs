@@ -7,7 +7,7 @@ use crate::catalogue::records::{
 };
 use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
-use crate::id::{Job, NodeId, PeerName, SaveId, Step};
+use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::Kind;
 use crate::wire::Failure;
 use crate::wire::calls::RemoveNode;
@@ -25,14 +25,10 @@ impl Node {
                 let text = format!("no node {name} is registered: `rapidraid status` shows all");
                 return Err(failure(Kind::NotFound, text));
             };
-            let nodes = catalogue.nodes().await?;
-            if nodes.iter().any(|view| view.node.name == name && view.live) {
-                let text = format!(
-                    "node {name} is live: stop its daemon, and wait until its lease is over"
-                );
-                return Err(failure(Kind::Busy, text));
-            }
+            refuse_if_live(&*catalogue, &name).await?;
             let (count, first) = self.lying_on(&*catalogue, &name).await?;
+            // That took a while: it may have come back.
+            refuse_if_live(&*catalogue, &name).await?;
             if count > 0 {
                 let more = if count > first.len() { " and others" } else { "" };
                 let text = format!(
@@ -58,36 +54,46 @@ impl Node {
         name: &PeerName,
     ) -> Result<(usize, Vec<String>), Failure> {
         let node = NodeId::of(name);
+        let (mut count, mut first) = (0, Vec::new());
+        let mut note = |what: String| {
+            count += 1;
+            if first.len() < NAMED {
+                first.push(what);
+            }
+        };
         // A save without a known mark is kept until all nodes have been asked for one.
-        let orphans = catalogue.list(ORPHANS, None, MAX_PAGE).await?;
-        let orphans = orphans.iter().map(|(key, entry)| parse::<Removing>(key, &entry.value));
-        let unsure = |orphan: &Removing| orphan.reason == RemoveReason::Aborted;
-        let orphans = orphans.collect::<Result<Vec<_>, _>>()?.into_iter().filter(unsure);
-        let mut first: Vec<String> =
-            orphans.map(|orphan| format!("save {}", orphan.save)).collect();
-        let mut count = first.len();
-        first.truncate(NAMED);
+        let mut after = None::<String>;
+        loop {
+            let page = catalogue.list(ORPHANS, after.as_deref(), MAX_PAGE).await?;
+            let Some((last, _)) = page.last() else { break };
+            after = Some(last.clone());
+            for (key, entry) in &page {
+                let orphan: Removing = parse(key, &entry.value)?;
+                if orphan.reason == RemoveReason::Aborted {
+                    note(format!("save {}", orphan.save));
+                }
+            }
+        }
         let mut after = None::<String>;
         loop {
             let page = catalogue.list(CHECKPOINTS, after.as_deref(), MAX_PAGE).await?;
             let Some((last, _)) = page.last() else { return Ok((count, first)) };
             after = Some(last.clone());
-            let mut saves: Vec<(SaveId, (Job, Step))> = Vec::new();
             for (key, entry) in &page {
                 let checkpoint: Checkpoint = parse(key, &entry.value)?;
-                let Some(step) = parse_checkpoint_key(key) else { continue };
-                let writing = checkpoint.writing.map(|writing| match writing {
-                    Writing::Open { save, .. } => save,
-                    Writing::Decided { saved } => saved.save,
-                });
-                let committed = checkpoint.committed.map(|saved| saved.save);
-                saves.extend(writing.into_iter().chain(committed).map(|save| (save, step.clone())));
-            }
-            for (save, (job, step)) in saves {
-                if self.has_in_ring(catalogue, save, node).await? {
-                    count += 1;
-                    if first.len() < NAMED {
-                        first.push(format!("{job}/{step}"));
+                let Some((job, step)) = parse_checkpoint_key(key) else { continue };
+                let saves = match checkpoint.writing {
+                    // Which nodes it takes is known to its client only.
+                    Some(Writing::Open { .. }) => {
+                        let text = format!("{job}/{step} is being saved: wait until it is done");
+                        return Err(failure(Kind::Busy, text));
+                    }
+                    Some(Writing::Decided { saved }) => vec![saved],
+                    None => Vec::new(),
+                };
+                for saved in saves.into_iter().chain(checkpoint.committed) {
+                    if self.has_in_ring(catalogue, saved.save, node).await? {
+                        note(format!("{job}/{step}"));
                     }
                 }
             }
@@ -113,4 +119,14 @@ impl Node {
             }
         }
     }
+}
+
+async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), Failure> {
+    let nodes = catalogue.nodes().await?;
+    if nodes.iter().any(|view| view.node.name == *name && view.live) {
+        let text =
+            format!("node {name} is live: stop its daemon, and wait until its lease is over");
+        return Err(failure(Kind::Busy, text));
+    }
+    Ok(())
 }

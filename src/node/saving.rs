@@ -10,6 +10,7 @@ use super::Node;
 use super::failure::failure;
 use super::gateway::not_committed;
 use crate::catalogue::Catalogue;
+use crate::catalogue::evidence::roots_hash;
 use crate::catalogue::records::{
     Written, checkpoint_key, read, root_key, roots_prefix, state_key, update, write,
 };
@@ -289,16 +290,15 @@ impl Node {
             );
             return Err(failure(Kind::Invalid, text));
         }
-        let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
-        for root in &roots {
-            hasher.update(blake3::hash(&root.to_bytes()?).as_bytes());
-        }
+        let Some(roots_hash) = roots_hash(roots.iter()) else {
+            return Err(failure(Kind::Internal, "a root that was read cannot be written"));
+        };
         Ok(Saved {
             save: call.save,
             generation,
             shards: call.shards,
             len_bytes: roots.iter().map(|root| root.len_bytes).sum(),
-            roots_hash: hasher.finalize().into(),
+            roots_hash,
             saved_at: self.clock.wall_seconds(),
         })
     }

@@ -239,9 +239,12 @@ impl StripeReader {
         let end = crate::units::grains(len).min(grains.end);
         let mut next = grains.start;
         let (mut patience, mut passed) = (self.reading.patience(), Passed::new());
+        let mut is_turned = false;
         while next < end {
-            let is_heard = |source: &&Holding| !self.reading.directory.is_silent(source.node);
-            let Some(&source) = sources.iter().find(is_heard).or(sources.first()) else {
+            // Who was silent comes last, but for its turn after one that is busy.
+            let comes_first =
+                |source: &&Holding| is_turned || !self.reading.directory.is_silent(source.node);
+            let Some(&source) = sources.iter().find(comes_first).or(sources.first()) else {
                 return Err(ReadError::Lost(Lost {
                     shard: self.root.name.to_string(),
                     stripe: self.info.fixed.stripe.index,
@@ -250,6 +253,7 @@ impl StripeReader {
                 }));
             };
             let from = next;
+            is_turned = false;
             let round =
                 self.replica_round(block, source, &passed, &mut next, end, range, sink).await;
             if next > from {
@@ -260,7 +264,8 @@ impl StripeReader {
                 Err(Stop::Fatal(error)) => return Err(error),
                 Err(Stop::Busy { holding, reason }) => {
                     self.wait(&mut patience, &holding, reason).await?;
-                    sources.rotate_left(1);
+                    sources.sort_by_key(|source| *source == holding);
+                    is_turned = true;
                 }
                 Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut passed),
                 Err(Stop::Source { holding, reason, fault }) => {
@@ -364,11 +369,19 @@ impl StripeReader {
             missing: vec![format!("only {} pieces are left", available.len())],
         };
         let is_heard = |piece: &usize| !self.reading.directory.is_silent(pieces[piece].node);
-        let heard: Vec<usize> = available.iter().copied().filter(is_heard).collect();
-        let program = reconstruct(code, &heard, &wanted)
-            .or_else(|_| reconstruct(code, &available, &wanted))
-            .map_err(too_few)
-            .map_err(ReadError::Lost)?;
+        let (mut chosen, silent): (Vec<usize>, Vec<usize>) =
+            available.iter().copied().partition(is_heard);
+        let mut program = reconstruct(code, &chosen, &wanted);
+        // No more of the silent than it takes.
+        for piece in silent {
+            if program.is_ok() {
+                break;
+            }
+            chosen.push(piece);
+            chosen.sort_unstable();
+            program = reconstruct(code, &chosen, &wanted);
+        }
+        let program = program.map_err(too_few).map_err(ReadError::Lost)?;
         let program = Arc::new(program);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;

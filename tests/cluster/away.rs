@@ -140,3 +140,18 @@ async fn a_home_that_changes_nothing_is_asked_all_the_same() {
     let listed = client.list(None).await.unwrap();
     assert!(listed.len() == 1 && !listed[0].by_marks, "{listed:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_a_removed_step_was_before_does_not_come_back() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let replaced = vec![shard("weights", &content(LEN, 2))];
+    client.save(&job(), Step(1), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
+    // The gateway dies before it has buried what was replaced.
+    world.kill(1).await;
+    let client = world.client_of(2);
+    client.remove(&job(), Step(1)).await.unwrap();
+    world.kill(0).await;
+    assert_eq!(client.list(None).await.unwrap(), []);
+}

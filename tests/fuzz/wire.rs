@@ -68,6 +68,7 @@ const CALLS: &[Laws] = laws![
     NodeStatus,
     Rebuild,
     PolicyStatus,
+    RemoveNode,
     PutBlock,
     PutRecord,
     GetRecord,
@@ -94,6 +95,7 @@ const CALLS: &[Laws] = laws![
     Members,
     Inventory,
     Buried,
+    Marked,
     PutPlaces,
 ];
 

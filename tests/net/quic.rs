@@ -447,6 +447,10 @@ async fn a_node_that_starts_anew_is_noticed_at_once() {
             tokio::task::yield_now().await;
         }
         let _again = listen(addr).await;
+        // What comes for the connection of the process before is answered by its end.
+        if let Ok(mut send) = connection.open_uni().await {
+            let _ = send.write(Bytes::from_static(b"anybody there?")).await;
+        }
         connection.closed().await;
     })
     .await;

@@ -164,18 +164,16 @@ impl Caller {
             }
             streams => streams,
         };
-        Self::send(streams, to, call).await
+        Self::send(streams.map_err(net)?, to, call).await
     }
 
     async fn send<C: Call>(
-        streams: Result<(Box<dyn SendStream>, Box<dyn RecvStream>), NetError>,
+        (send, recv): (Box<dyn SendStream>, Box<dyn RecvStream>),
         to: &Address,
         call: &C,
     ) -> Result<Exchange, CallError> {
-        let net = |source| CallError::Net { call: C::NAME, to: to.to_string(), source };
         let wire = |source| CallError::Wire { call: C::NAME, to: to.to_string(), source };
         let frame = request_to_bytes(call).map_err(wire)?;
-        let (send, recv) = streams.map_err(net)?;
         let mut exchange =
             Exchange { send, recv: FramedRecv::new(recv), call: C::NAME, to: to.to_string() };
         exchange.write_frame(frame).await?;
@@ -191,7 +189,9 @@ impl Caller {
         limit: Duration,
     ) -> Result<C::Answer, CallError> {
         let work = async {
-            let mut exchange = Self::send(connection.open_bi().await, to, call).await?;
+            let net = |source| CallError::Net { call: C::NAME, to: to.to_string(), source };
+            let streams = connection.open_bi().await.map_err(net)?;
+            let mut exchange = Self::send(streams, to, call).await?;
             exchange.finish().await?;
             exchange.answer().await
         };

@@ -188,11 +188,13 @@ impl StripeEvidence {
         }
     }
 
-    /// Pieces of an attempt that can be read; with a systematic code replicas left in place are pieces.
-    fn readable(&self, attempt: Attempt, code: CodeId) -> usize {
+    /// Pieces of an attempt that can be read; with a systematic code replicas left in place are pieces, and so are blocks that are
+    /// `empty`, which have no file.
+    fn readable(&self, attempt: Attempt, code: CodeId, empty: &BTreeSet<u8>) -> usize {
         let pieces = self.pieces.get(&attempt);
         let is_systematic = matches!(table::by_id(code), Some(Code::Rs(_)));
-        let kept = self.blocks.iter().filter(|block| pieces.is_none_or(|of| !of.contains(block)));
+        let kept = self.blocks.union(empty);
+        let kept = kept.filter(|block| pieces.is_none_or(|of| !of.contains(block)));
         pieces.map_or(0, BTreeSet::len) + if is_systematic { kept.count() } else { 0 }
     }
 }
@@ -210,9 +212,8 @@ fn judge_stripes(
     for index in 0..geometry.stripes() {
         let stripe = found.get(&index).unwrap_or(&nothing);
         let Some(cut) = geometry.stripe(index) else { continue };
-        let has_all_blocks =
-            (0..root.k).all(|block| cut.block_len(block) == 0 || stripe.blocks.contains(&block));
-        let (judged, is_readable) = judge_stripe(root, stripe, has_all_blocks);
+        let empty: BTreeSet<u8> = (0..root.k).filter(|&block| cut.block_len(block) == 0).collect();
+        let (judged, is_readable) = judge_stripe(root, stripe, &empty);
         if !is_readable {
             damaged.push(index);
         }
@@ -228,8 +229,10 @@ fn judge_stripes(
 fn judge_stripe(
     root: &ShardRoot,
     stripe: &StripeEvidence,
-    has_all_blocks: bool,
+    empty: &BTreeSet<u8>,
 ) -> (StripeState, bool) {
+    let is_there = |block: &u8| empty.contains(block) || stripe.blocks.contains(block);
+    let has_all_blocks = (0..root.k).all(|block| is_there(&block));
     // An older attempt may have left receipts, and a newer one that was never committed a few: what enough nodes know counts first.
     let is_enough = |nodes: u32| nodes as usize > usize::from(root.n) - usize::from(root.k);
     let best = stripe
@@ -243,5 +246,5 @@ fn judge_stripe(
         return (StripeState::Archiving { attempt, code, generation }, true);
     }
     let state = StripeState::Archived { attempt, code, generation, dropped: false };
-    (state, stripe.readable(attempt, code) >= usize::from(root.k))
+    (state, stripe.readable(attempt, code, empty) >= usize::from(root.k))
 }

@@ -1,7 +1,7 @@
 //! The catalogue of another daemon, over the wire. Finds it through the seeds, and again when it has moved.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -12,8 +12,8 @@ use super::{Catalogue, CatalogueError, Entry, SetOutcome};
 use crate::clock::deadline;
 use crate::format::records::Node;
 use crate::id::{Epoch, LeaseId, MapId, PeerName};
-use crate::net::Address;
 use crate::net::call::{CallError, Caller, address};
+use crate::net::{Address, Connection};
 use crate::wire::calls::{
     CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseGrant, LeaseRevoke,
     LeaseTouch, NodeView, Nodes, Register, RegisterAnswer, SetAnswer,
@@ -42,6 +42,8 @@ pub struct RemoteCatalogue {
     me: Node,
     seeds: Vec<String>,
     home: Mutex<Option<(Epoch, NodeAddress)>>,
+    /// The connection over which the home has said which map it serves: another process may answer on the next one.
+    proven: Mutex<Option<Weak<dyn Connection>>>,
     /// Nodes to ask when no seed knows.
     known: Mutex<BTreeMap<PeerName, NodeAddress>>,
     epoch: Mutex<Epoch>,
@@ -52,8 +54,8 @@ pub struct RemoteCatalogue {
 impl RemoteCatalogue {
     /// A catalogue that the daemons at `seeds` (HOST:PORT) know of; `me` asks.
     pub fn new(caller: Arc<Caller>, me: Node, seeds: Vec<String>) -> Self {
-        let (home, known, epoch, expected) = Default::default();
-        Self { caller, me, seeds, home, known, epoch, expected }
+        let (home, proven, known, epoch, expected) = Default::default();
+        Self { caller, me, seeds, home, proven, known, epoch, expected }
     }
 
     /// Where the catalogue was last found, unless that was before `epoch`.
@@ -93,6 +95,24 @@ impl RemoteCatalogue {
 
     fn forget(&self) {
         *self.home.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// A connection to `home`, over which it has said that it serves the map that this node belongs to.
+    async fn reach(&self, home: &NodeAddress) -> Result<Arc<dyn Connection>, String> {
+        let connection = self.caller.connection(home).await.map_err(|error| error.to_string())?;
+        let proven = || self.proven.lock().unwrap_or_else(PoisonError::into_inner);
+        let this = Arc::downgrade(&connection);
+        if proven().as_ref().is_some_and(|proven| proven.ptr_eq(&this)) {
+            return Ok(connection);
+        }
+        let (to, hello) = (address(home), Hello { me: Some(self.me.clone()) });
+        let said = self.caller.call_on(&*connection, &to, &hello, HELLO_LIMIT).await;
+        let said = said.map_err(|error| error.to_string())?;
+        if !self.is_believed(&said) {
+            return Err(format!("{} serves another catalogue than the cluster's", home.name));
+        }
+        *proven() = Some(this);
+        Ok(connection)
     }
 
     fn saw(&self, epoch: Epoch) {
@@ -187,7 +207,15 @@ impl RemoteCatalogue {
                     continue;
                 }
             };
-            match self.caller.call_within(&address(&home), call, limit).await {
+            let connection = match self.reach(&home).await {
+                Ok(connection) => connection,
+                Err(reason) => {
+                    self.forget();
+                    *last = Some(self.unreachable(reason));
+                    continue;
+                }
+            };
+            match self.caller.call_on(&*connection, &address(&home), call, limit).await {
                 Ok(answer) => return Ok(answer),
                 Err(CallError::Failed(failure)) if !failure.kind.is_transient() => {
                     let (kind, message) = (failure.kind, failure.message);

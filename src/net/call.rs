@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::frame::{FramedRecv, write_frame};
 use super::pool::Pool;
-use super::{ABANDONED, Address, Connection, NetError, SendStream};
+use super::{ABANDONED, Address, Connection, NetError, RecvStream, SendStream};
 use crate::clock::{Clock, Elapsed, deadline};
 use crate::kind::Kind;
 use crate::wire::{
@@ -155,11 +155,6 @@ impl Caller {
     /// Opens a call and sends its request; the caller goes on with the exchange.
     pub async fn open<C: Call>(&self, to: &Address, call: &C) -> Result<Exchange, CallError> {
         let net = |source| CallError::Net { call: C::NAME, to: to.to_string(), source };
-        let frame = request_to_bytes(call).map_err(|source| CallError::Wire {
-            call: C::NAME,
-            to: to.to_string(),
-            source,
-        })?;
         // A pooled connection may have died without our noticing: then one new one is tried.
         let mut connection = self.pool.get(to).await.map_err(net)?;
         let streams = match connection.open_bi().await {
@@ -169,11 +164,40 @@ impl Caller {
             }
             streams => streams,
         };
-        let (send, recv) = streams.map_err(net)?;
+        Self::send(streams.map_err(net)?, to, call).await
+    }
+
+    async fn send<C: Call>(
+        (send, recv): (Box<dyn SendStream>, Box<dyn RecvStream>),
+        to: &Address,
+        call: &C,
+    ) -> Result<Exchange, CallError> {
+        let wire = |source| CallError::Wire { call: C::NAME, to: to.to_string(), source };
+        let frame = request_to_bytes(call).map_err(wire)?;
         let mut exchange =
             Exchange { send, recv: FramedRecv::new(recv), call: C::NAME, to: to.to_string() };
         exchange.write_frame(frame).await?;
         Ok(exchange)
+    }
+
+    /// As [`Caller::call_within`], over this connection to `to` and no other: to the process that was reached before.
+    pub async fn call_on<C: Call>(
+        &self,
+        connection: &dyn Connection,
+        to: &Address,
+        call: &C,
+        limit: Duration,
+    ) -> Result<C::Answer, CallError> {
+        let work = async {
+            let net = |source| CallError::Net { call: C::NAME, to: to.to_string(), source };
+            let streams = connection.open_bi().await.map_err(net)?;
+            let mut exchange = Self::send(streams, to, call).await?;
+            exchange.finish().await?;
+            exchange.answer().await
+        };
+        deadline(&*self.clock, limit, work).await.unwrap_or_else(|source| {
+            Err(CallError::Late { call: C::NAME, to: to.to_string(), source })
+        })
     }
 
     /// Makes a call and waits for its one answer, at most `limit`.

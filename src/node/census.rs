@@ -2,7 +2,7 @@
 //!
 //! Inventories come by shard id, and the shards of a save are neighbours: the nodes' pages are merged, and one save is in memory at a time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -153,6 +153,21 @@ impl Node {
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) => after = Some(next),
                 None => return Ok(()),
+            }
+        }
+    }
+
+    /// The saves that `node` has anything of.
+    pub(super) async fn saves_on(&self, node: &NodeRecord) -> Result<BTreeSet<SaveId>, Failure> {
+        let (mut saves, mut after) = (BTreeSet::new(), None);
+        loop {
+            let to = address(&node_address(node));
+            let page = Inventory { after, only: None };
+            let page = self.caller.call_within(&to, &page, PAGE_LIMIT).await?;
+            saves.extend(page.shards.iter().map(|held| held.shard.save()));
+            match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
+                Some(next) => after = Some(next),
+                None => return Ok(saves),
             }
         }
     }

@@ -10,6 +10,7 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::Node;
+use super::orphans::Compared;
 use super::policy::{Looked, Pending, Survey};
 use super::removal::Removed;
 use super::waits::Waits;
@@ -30,6 +31,7 @@ impl Node {
         let mut decided = HashSet::new();
         let mut removals = Waits::new(self.settings.lease);
         let mut looked = Looked::default();
+        let mut compared = Compared::default();
         loop {
             self.clock.sleep(self.settings.lease).await;
             if !self.serves() {
@@ -49,7 +51,11 @@ impl Node {
                 Err(error) => tracing::warn!(%error, "applying the policy"),
             }
             self.go_on_removing(due, &mut removals).await;
-            if let Err(error) = self.collect_orphans(&*self.catalogue()).await {
+            let catalogue = self.catalogue();
+            if let Err(error) = self.compare_holdings(&*catalogue, &mut compared).await {
+                tracing::warn!(%error, "comparing what nodes hold with the catalogue");
+            }
+            if let Err(error) = self.collect_orphans(&*catalogue).await {
                 tracing::warn!(%error, "removing what a lost catalogue left");
             }
         }

@@ -199,7 +199,9 @@ impl Node {
                 return false;
             }
             heard += usize::from(node.storage);
-            behind.extend((hello.epoch < local.epoch()).then_some(node));
+            // One that has noted the epoch alone knows neither its map nor its home.
+            let is_behind = hello.epoch < local.epoch() || hello.map.is_none();
+            behind.extend(is_behind.then_some(node));
         }
         let call = Claim { epoch: local.epoch(), map: local.map(), home: self.address() };
         let tells = behind.iter().map(|node| async {

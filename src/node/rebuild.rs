@@ -37,6 +37,7 @@ impl Node {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
         self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
         self.remote.expect(call.epoch, call.map);
+        self.remote.know([call.home.clone()]);
         self.remote.believe(call.epoch, call.home);
         // Whoever reads asks the new home first.
         self.away.heard(true);

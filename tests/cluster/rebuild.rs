@@ -215,6 +215,61 @@ async fn a_home_on_a_new_disk_stands_down_whether_it_or_the_rebuild_was_first() 
     }
 }
 
+/// Nodes have it for the home still, and its address answers.
+#[tokio::test(start_paused = true)]
+async fn an_empty_catalogue_at_the_address_of_the_lost_one_is_not_taken_for_it() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    world.replace(0);
+    world.boot(0);
+    for _ in 0..20 {
+        if let Ok(listed) = client.list(None).await {
+            assert_eq!(listed.len(), 1);
+        }
+        let again = vec![shard("weights", &content(LEN, 7))];
+        let again = client.save(&job(), Step(1), again, SaveOptions::default(), quiet()).await;
+        assert!(again.is_err(), "saved over without --replace");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    rebuild_on(&client, 2, false).await.unwrap();
+    assert_exact(&client, 1).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_node_that_missed_the_rebuild_holds_of_removed_saves_goes_when_it_is_back() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    for step in 1..=3 {
+        save(&client, step, &[("weights", &content(LEN, step))]).await;
+    }
+    let gone = client.show(&job(), Some(Step(1))).await.unwrap().step.saved.save;
+    world.kill(6).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    lose_catalogue(&mut world).await;
+    rebuild_on(&client, 2, false).await.unwrap();
+    world.boot(6);
+    assert!(!world.files_of(gone).is_empty());
+    world.until("its files are gone", || world.files_of(gone).is_empty()).await;
+    world.until("it is forgotten", || world.catalogue_keys("x/").is_empty()).await;
+    assert_exact(&client, 2).await;
+    assert_exact(&client, 3).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_past_the_end_of_a_shard_are_no_damage() {
+    let mut world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client_of(1);
+    for (step, len) in [(1, 1), (2, 1000), (3, 3 * BLOCK as usize)] {
+        save(&client, step, &[("weights", &content(len, 1))]).await;
+        archive(&client, step, PlanChoice::BestStar).await;
+    }
+    lose_catalogue(&mut world).await;
+    let report = rebuild_on(&client, 2, false).await.unwrap();
+    assert_eq!(report.damaged, []);
+}
+
 #[tokio::test(start_paused = true)]
 async fn losses_beyond_the_promise_are_accepted_only_when_told_and_are_listed() {
     let mut world = World::start(6, &[(6, 4)], BLOCK).await;

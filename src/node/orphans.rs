@@ -1,6 +1,7 @@
 //! Saves that a rebuilt catalogue knows only as to be removed (docs/semantics.md, 8).
 
 use std::collections::BTreeSet;
+use std::ops::Bound;
 
 use super::Node;
 use super::census::node_address;
@@ -13,11 +14,26 @@ use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::wire::Failure;
 use crate::wire::calls::Buried;
 
-/// Nodes whose saves were compared with the catalogue of an epoch.
+/// Saves without a step that are judged in one round.
+const JUDGED_A_ROUND: usize = 16;
+
+/// Nodes whose saves were compared with the catalogue of an epoch, and those of their saves that wait for a judgement.
 #[derive(Default)]
 pub(super) struct Compared {
     epoch: Epoch,
     nodes: BTreeSet<PeerName>,
+    waiting: BTreeSet<SaveId>,
+    /// The last one that was looked at: all of them have their turn.
+    turn: Option<SaveId>,
+}
+
+/// What is to become of a save that no step has.
+enum Fate {
+    Goes(RemoveReason),
+    /// It has a mark: a rebuild with the nodes that have the rest of it brings it back.
+    Stays,
+    /// Not all nodes have said whether they have a mark.
+    Waits,
 }
 
 impl Node {
@@ -33,7 +49,7 @@ impl Node {
             return Ok(());
         }
         if compared.epoch != epoch {
-            *compared = Compared { epoch, nodes: BTreeSet::new() };
+            *compared = Compared { epoch, ..Compared::default() };
         }
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<NodeRecord> = nodes.filter(|node| node.storage).collect();
@@ -44,35 +60,44 @@ impl Node {
             let Ok(held) = self.saves_on(node).await else { continue };
             // A save is in its step's record before its first file is anywhere: what is looked at later knows it.
             let known = known_saves(catalogue).await?;
-            let mut is_judged = true;
-            for &save in held.difference(&known) {
-                let Some(reason) = self.reason_to_go(&storage, save).await else {
-                    tracing::info!(%save, node = %node.name, "a save that the catalogue does not know is kept");
-                    is_judged = false;
+            compared.waiting.extend(held.difference(&known));
+            compared.nodes.insert(node.name.clone());
+        }
+        let from = compared.turn.map_or(Bound::Unbounded, Bound::Excluded);
+        let next = compared.waiting.range((from, Bound::Unbounded)).copied();
+        let now: Vec<SaveId> = next.take(JUDGED_A_ROUND).collect();
+        compared.turn = now.last().copied();
+        for save in now {
+            let reason = match self.fate(&storage, save).await {
+                Fate::Goes(reason) => reason,
+                Fate::Waits => continue,
+                Fate::Stays => {
+                    tracing::warn!(%save, "a committed save that the catalogue does not know is kept");
+                    compared.waiting.remove(&save);
                     continue;
-                };
-                let generation = Generation { epoch, counter: 0 };
-                let bytes = Removing { save, generation, reason }.to_bytes()?;
-                catalogue.set(&orphan_key(save), None, Some(bytes)).await?;
-            }
-            if is_judged {
-                compared.nodes.insert(node.name.clone());
-            }
+                }
+            };
+            let generation = Generation { epoch, counter: 0 };
+            let bytes = Removing { save, generation, reason }.to_bytes()?;
+            catalogue.set(&orphan_key(save), None, Some(bytes)).await?;
+            compared.waiting.remove(&save);
         }
         Ok(())
     }
 
-    /// Why a save that no step has may go: somebody has removed it, or it was never decided.
-    async fn reason_to_go(&self, storage: &[NodeRecord], save: SaveId) -> Option<RemoveReason> {
+    async fn fate(&self, storage: &[NodeRecord], save: SaveId) -> Fate {
         for node in storage {
             let call = Buried { saves: vec![save] };
             let buried = self.caller.call(&node_address(node), &call).await;
             if buried.is_ok_and(|buried| !buried.is_empty()) {
-                return Some(RemoveReason::Deleted);
+                return Fate::Goes(RemoveReason::Deleted);
             }
         }
-        let is_unmarked = self.is_marked(storage, save).await == Some(false);
-        is_unmarked.then_some(RemoveReason::Aborted)
+        match self.is_marked(storage, save).await {
+            Some(true) => Fate::Stays,
+            Some(false) => Fate::Goes(RemoveReason::Aborted),
+            None => Fate::Waits,
+        }
     }
 
     /// Goes on with them, as far as that goes now. One stays on the list until every node has removed it.

@@ -6,10 +6,11 @@ use std::time::Duration;
 use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::id::{Epoch, Step};
 use rapidraid::kind::Kind;
-use rapidraid::net::Address;
-use rapidraid::store::{Disk, MemoryKv};
-use rapidraid::wire::calls::{PlanChoice, RebuildAnswer};
+use rapidraid::net::{Address, Role};
+use rapidraid::store::{Disk, MemoryKv, Scope};
+use rapidraid::wire::calls::{Keep, PlanChoice, RebuildAnswer};
 
+use crate::world::raw::block_call;
 use crate::world::{
     World, address, content, job, options, quiet, read_file, restore, restore_error, save, shard,
 };
@@ -257,6 +258,52 @@ async fn what_a_node_that_missed_the_rebuild_holds_of_removed_saves_goes_when_it
     assert_exact(&client, 3).await;
 }
 
+/// The home looks at what a node holds that the rebuild was without, while a save is under way on it.
+#[tokio::test(start_paused = true)]
+async fn a_save_under_way_is_no_orphan_of_a_rebuild() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    world.kill(6).await;
+    lose_catalogue(&mut world).await;
+    rebuild_on(&client, 2, false).await.unwrap();
+    world.boot(6);
+    world.until_live(6).await;
+    let (voice, to) = (world.voice(Role::Client, "slow"), world.node_address(6));
+    let begun = voice.begin(&to, 1).await.unwrap();
+    let bytes = content(60_000, 1);
+    voice.put_block(&to, &block_call(&begun, bytes.len()), &bytes).await.unwrap();
+    let files = world.files_of(begun.save);
+    assert!(!files.is_empty());
+    for _ in 0..20 {
+        voice.ask(&to, &Keep { lease: begun.lease }).await.unwrap();
+        tokio::time::sleep(world.lease / 3).await;
+    }
+    assert_eq!(world.files_of(begun.save), files);
+}
+
+/// One mark was enough to bring a step back; then it has as many again as a further rebuild needs.
+#[tokio::test(start_paused = true)]
+async fn a_rebuild_marks_again_what_it_brings_back() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let root = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
+    let scope = Scope::Shard(root.shard);
+    let marked = |world: &World| -> Vec<usize> {
+        let has = |index: &usize| {
+            world.nodes[index].store().get_small(scope, "commit").unwrap().is_some()
+        };
+        (1..=6).filter(has).collect()
+    };
+    let before = marked(&world);
+    lose_catalogue(&mut world).await;
+    for index in &before[1..] {
+        world.nodes[index].store().remove_small(scope, "commit").unwrap();
+    }
+    rebuild_on(&client, 2, false).await.unwrap();
+    assert_eq!(marked(&world), before);
+}
+
 #[tokio::test(start_paused = true)]
 async fn blocks_past_the_end_of_a_shard_are_no_damage() {
     let mut world = World::start(6, &[(6, 4)], BLOCK).await;
@@ -350,6 +397,7 @@ async fn an_old_home_that_was_cut_off_commits_nothing_and_stands_down() {
         world.network.partition(&format!("client{number}:0"), &address(index));
     }
     tokio::time::sleep(2 * world.lease).await;
+    assert!(!world.nodes[&0].serves(), "it hears one of six");
     let report = rebuild_on(&client, 1, false).await.unwrap();
     assert_eq!(report.missing.len(), 0, "node 6 is reached from both sides");
     let late = vec![shard("weights", &content(LEN, 7))];

@@ -457,3 +457,62 @@ async fn whatever_was_under_way_is_whole_or_was_never_reported() {
         }
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_save_whose_one_mark_is_on_a_node_that_is_away_is_kept() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let shard = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
+    let marked: Vec<usize> = (1..=6)
+        .filter(|index| {
+            let mark = world.nodes[index].store().get_small(Scope::Shard(shard), "commit");
+            mark.unwrap().is_some()
+        })
+        .collect();
+    let (away, others) = marked.split_last().unwrap();
+    for index in others {
+        world.nodes[index].store().remove_small(Scope::Shard(shard), "commit").unwrap();
+    }
+    world.kill(*away).await;
+    lose_catalogue(&mut world).await;
+    let on = others[0];
+    let client = world.client_of(on);
+    let answer = rebuild_on(&client, on, false).await.unwrap();
+    assert_eq!((answer.steps, answer.orphans), (0, 1), "{answer:?}");
+    tokio::time::sleep(20 * world.lease).await;
+    world.boot(*away);
+    tokio::time::sleep(20 * world.lease).await;
+    // Another rebuild, with the node, brings it back whole.
+    world.kill(on).await;
+    world.machines[on].catalogue.set(None);
+    let on = others[1];
+    world.boot(others[0]);
+    let client = world.client_of(on);
+    let answer = rebuild_on(&client, on, false).await.unwrap();
+    assert_eq!(answer.steps, 1, "{answer:?}");
+    assert_exact(&client, 1).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_that_nobody_knows_keep_a_rebuild_from_going_on() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    for index in [5, 6] {
+        world.kill(index).await;
+    }
+    let gone: Vec<_> = [0, 5, 6].map(|index| world.machines[index].name.clone()).into();
+    for index in 1..=4 {
+        world.kill(index).await;
+        world.boot(index);
+        let store = world.nodes[&index].store();
+        let mut members = store.members().unwrap();
+        members.nodes.retain(|node| !gone.contains(&node.name));
+        store.put_members(&members).unwrap();
+    }
+    let refused = rebuild_on(&world.client_of(1), 1, false).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert!(refused.to_string().contains("known to none"), "{refused}");
+}

@@ -400,3 +400,32 @@ async fn a_save_of_several_shards_is_visible_whole_or_not_at_all() {
     assert_eq!((read_file(&*out, "late"), report.shards), (late.to_vec(), 2));
     world.assert_idle().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_save_needs_marks_on_all_nodes_but_so_few() {
+    let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, gateway) = (world.voice(Role::Client, "marks"), world.node_address(1));
+    for (step, away) in [(1, vec![4]), (2, vec![3, 4])] {
+        let begun = voice.begin(&gateway, step).await.unwrap();
+        let root = empty_root(&begun, step, "empty");
+        voice.ask(&gateway, &Seal { root }).await.unwrap();
+        for &index in &away {
+            world.kill(index).await;
+        }
+        let commit = Commit { job: job(), step: Step(step), save: begun.save, shards: 1 };
+        let committed = voice.ask(&gateway, &commit).await;
+        if away.len() == 1 {
+            committed.unwrap();
+        } else {
+            assert_eq!(committed.unwrap_err().kind(), Kind::Unavailable);
+            let steps = world.client().list(None).await.unwrap();
+            assert_eq!(steps.iter().map(|view| view.step).collect::<Vec<_>>(), [Step(1)]);
+        }
+        for index in away {
+            world.boot(index);
+        }
+        world.until_live(4).await;
+        voice.ask(&gateway, &commit).await.unwrap();
+    }
+    assert_eq!(world.client().list(None).await.unwrap().len(), 2);
+}

@@ -110,13 +110,14 @@ impl Node {
             let Some((last, _)) = page.last() else { return Ok(()) };
             after = Some(last.clone());
             for (key, entry) in &page {
-                let removing: Removing = parse(key, &entry.value)?;
-                // That nobody has a mark is evidence only when everybody has said so.
-                if removing.reason == RemoveReason::Aborted
-                    && self.is_marked(&storage, removing.save).await != Some(false)
-                {
-                    tracing::info!(save = %removing.save, "a save without a known mark is kept until all nodes have been asked");
-                    continue;
+                let mut removing: Removing = parse(key, &entry.value)?;
+                // That nobody has a mark is evidence only when everybody has said so; that somebody has buried it always is.
+                if removing.reason == RemoveReason::Aborted {
+                    let Fate::Goes(reason) = self.fate(&storage, removing.save).await else {
+                        tracing::info!(save = %removing.save, "a save without a known mark is kept until all nodes have been asked");
+                        continue;
+                    };
+                    removing.reason = reason;
                 }
                 match self.removal_of_orphan(&removing).await {
                     Ok(true) => {

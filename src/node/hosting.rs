@@ -103,7 +103,7 @@ impl Hosting {
         let State::Here(local) = &*state else { return None };
         let (epoch, map) = (store.epoch(), store.map());
         let is_other = epoch == local.epoch() && map.is_some_and(|map| map != local.map());
-        if epoch <= local.epoch() || !is_other {
+        if epoch <= local.epoch() && !is_other {
             return Some(local.clone());
         }
         let why = format!(

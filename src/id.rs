@@ -263,6 +263,22 @@ impl fmt::Debug for NodeId {
 )]
 pub struct Epoch(pub u64);
 
+impl Epoch {
+    /// How far an epoch may be beyond those that a node has seen: so often is no catalogue rebuilt or moved while a node is away.
+    const NEAR: u64 = 1 << 16;
+
+    /// The epoch that follows.
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+
+    /// Whether a node that has seen `seen` takes it for an epoch at all: one number that a bit was flipped in would otherwise end all
+    /// epochs for good.
+    pub fn is_near(self, seen: Epoch) -> bool {
+        self.0 <= seen.0.saturating_add(Self::NEAR)
+    }
+}
+
 impl fmt::Display for Epoch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)

@@ -154,10 +154,7 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
         assert!(cluster.read(&format!("away{step}/a.bin")) == *data, "step {step}");
     }
     cluster.run("save job/9 a.bin").fails(1, &["catalogue"]);
-    let config = cluster.read("cluster/nodes/n3/rapidraid.toml");
-    let config = String::from_utf8(config).unwrap();
-    let advertise = config.lines().find(|line| line.starts_with("advertise")).unwrap();
-    let address = advertise.split('"').nth(1).unwrap();
+    let address = cluster.address(3);
     // Nodes that registered last may be known to no other: they make themselves known, and until then it is refused.
     let rebuild = || cluster.run(&format!("catalogue rebuild --on {address} --json"));
     let mut rebuilt = rebuild();
@@ -196,6 +193,17 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     let status = cluster.run("status --json").ok().json();
     assert_eq!((&status["catalogue"], &status["epoch"]), (&"n3".into(), &2.into()), "{status}");
     assert_eq!(status["nodes"][0]["notes"], serde_json::json!([]), "it has nothing to mend");
+
+    cluster.run("catalogue move --on 127.0.0.1:1").fails(1, &["127.0.0.1:1"]);
+    cluster.run(&format!("catalogue move --on {address}")).fails(1, &["served here already"]);
+    let home = cluster.address(1);
+    let moved = cluster.run(&format!("catalogue move --on {home} --json")).ok().json();
+    assert_eq!((&moved["home"], &moved["from"]), (&"n1".into(), &"n3".into()), "{moved}");
+    cluster.run("save job/4 a.bin").ok();
+    cluster.run("restore job/3 --out moved").ok();
+    assert!(cluster.read("moved/a.bin") == new);
+    let status = cluster.run("status --json").ok().json();
+    assert_eq!((&status["catalogue"], &status["epoch"]), (&"n1".into(), &3.into()), "{status}");
 }
 
 #[test]

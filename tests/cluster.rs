@@ -10,6 +10,8 @@ mod admission;
 mod away;
 #[path = "cluster/members.rs"]
 mod members;
+#[path = "cluster/moves.rs"]
+mod moves;
 #[path = "cluster/plans.rs"]
 mod plans;
 #[path = "cluster/policy.rs"]

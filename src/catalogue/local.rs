@@ -11,7 +11,7 @@ use async_trait::async_trait;
 
 use super::map::{begin, tenure};
 use super::records::{NODES, parse};
-use super::table::Table;
+use super::table::{Table, moving};
 use super::{Catalogue, CatalogueError, Entry, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
@@ -19,7 +19,7 @@ use crate::format::records::{Node, Record};
 use crate::id::{Epoch, LeaseId, MapId, NodeId};
 use crate::kind::Kind;
 use crate::store::kv::Kv;
-use crate::wire::calls::{NodeView, RegisterAnswer};
+use crate::wire::calls::{MapSum, NodeView, RegisterAnswer};
 use crate::workers::Workers;
 
 /// The most leases at once: saves and archivings under way.
@@ -28,6 +28,12 @@ const MAX_LEASES: usize = 65_536;
 const MAX_NODES: usize = 4096;
 /// Entries and pages that are read at once.
 const READS_AT_ONCE: usize = 4;
+/// How long nothing changes for whoever copies the map, after it has asked for it.
+const STILL: Duration = Duration::from_secs(10);
+/// How long a change waits meanwhile.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Between two looks whether it may be made.
+const STILL_LOOK: Duration = Duration::from_millis(20);
 
 /// The engine.
 pub struct LocalCatalogue {
@@ -43,6 +49,7 @@ pub struct LocalCatalogue {
     started: Duration,
     leases: Mutex<HashMap<LeaseId, Duration>>,
     seen: Mutex<HashMap<NodeId, Duration>>,
+    still_until: Mutex<Duration>,
 }
 
 impl LocalCatalogue {
@@ -81,12 +88,18 @@ impl LocalCatalogue {
             started,
             leases: Mutex::default(),
             seen: Mutex::default(),
+            still_until: Mutex::default(),
         })
     }
 
     /// Which map it is.
     pub fn map(&self) -> MapId {
         self.map
+    }
+
+    /// The revision of the last change.
+    pub fn revision(&self) -> u64 {
+        self.table.revision()
     }
 
     /// Whether it answers without changing anything: it has not heard from enough nodes.
@@ -97,6 +110,38 @@ impl LocalCatalogue {
     /// Allows changes, or ends them.
     pub fn set_read_only(&self, is_read_only: bool) {
         self.table.set_read_only(is_read_only);
+    }
+
+    /// Changes nothing for the next ten seconds; what the entries come to. A change that was under way may still be made.
+    pub async fn hold_still(&self) -> Result<MapSum, CatalogueError> {
+        *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = self.clock.now() + STILL;
+        self.on_table(&self.changes, |table| Ok(table.sum())).await
+    }
+
+    /// A copy is made soon, or never: few have to be told that they should try again.
+    async fn wait_while_still(&self) -> Result<(), CatalogueError> {
+        let until = self.clock.now() + PATIENCE;
+        loop {
+            let now = self.clock.now();
+            if now >= *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) {
+                return Ok(());
+            }
+            if now >= until {
+                return Err(moving());
+            }
+            self.clock.sleep(STILL_LOOK).await;
+        }
+    }
+
+    /// Changes nothing ever again, if `copied` is what the entries come to.
+    ///
+    /// # Errors
+    /// Of kind `Exists` when the copy is another one than this map: then nothing has changed here.
+    pub async fn hand_over(&self, copied: MapSum) -> Result<(), CatalogueError> {
+        self.on_table(&self.changes, move |table| table.hand_over(copied)).await?;
+        // Who waits is told at once.
+        *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = Duration::ZERO;
+        Ok(())
     }
 
     async fn on_table<T: Send + 'static>(
@@ -133,6 +178,7 @@ impl Catalogue for LocalCatalogue {
         expected: Option<u64>,
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
+        self.wait_while_still().await?;
         let key = key.to_owned();
         self.on_table(&self.changes, move |table| table.set(&key, expected, value)).await
     }
@@ -214,6 +260,7 @@ impl Catalogue for LocalCatalogue {
         Ok(RegisterAnswer {
             epoch: self.epoch,
             map: self.map,
+            revision: self.revision(),
             members: self.table.members_revision(),
             lease_ms: self.lease.as_millis() as u64,
         })

@@ -1,13 +1,14 @@
 //! How the catalogue's entries lie in a key-value store, and how a whole map is written anew.
 //!
 //! `k/KEY` has a revision and a value; `m/revision`, `m/sum` and `m/epoch` belong to the map. A map without an epoch is none: it is what
-//! an interrupted rebuild leaves, and [`MapWriter::finish`] writes the epoch last.
+//! an interrupted rebuild or move leaves, and [`MapWriter::finish`] writes the epoch last.
 
 use std::sync::Arc;
 
 use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES};
 use crate::id::{Epoch, MapId};
 use crate::store::kv::{Batch, Kv};
+use crate::wire::calls::MapSum;
 
 pub(super) const REVISION: &[u8] = b"m/revision";
 pub(super) const SUM: &[u8] = b"m/sum";
@@ -16,6 +17,8 @@ pub(super) const DATA: &str = "k/";
 
 /// Entries that are made durable at once.
 const BATCH_ENTRIES: usize = 256;
+/// A rebuilt map counts its revisions from epoch times this: one that was read before the rebuild fits nothing after it.
+const REVISIONS_PER_EPOCH: u64 = 1 << 40;
 
 /// The part of an entry in the map's sum: the first 16 bytes of BLAKE3.
 pub(super) fn summand(key: &str, stored: &[u8]) -> u128 {
@@ -85,13 +88,25 @@ pub struct MapWriter {
 }
 
 impl MapWriter {
-    /// Writes into `kv`, which must be empty.
-    pub fn new(kv: Arc<dyn Kv>) -> Self {
-        Self { kv, revision: 0, sum: 0, batch: Batch::new(), waiting: 0 }
+    /// Writes the map of `epoch` into `kv`, which must be empty.
+    pub fn new(kv: Arc<dyn Kv>, epoch: Epoch) -> Self {
+        let revision = epoch.0.wrapping_mul(REVISIONS_PER_EPOCH);
+        Self { kv, revision, sum: 0, batch: Batch::new(), waiting: 0 }
+    }
+
+    /// Writes a copy of another map, whose last revision is `revision`, into `kv`, which must be empty.
+    pub fn copy(kv: Arc<dyn Kv>, revision: u64) -> Self {
+        Self { kv, revision, sum: 0, batch: Batch::new(), waiting: 0 }
     }
 
     /// Adds an entry; no key comes twice.
     pub fn put(&mut self, key: &str, value: &[u8]) -> Result<(), CatalogueError> {
+        self.revision += 1;
+        self.put_at(key, value, self.revision)
+    }
+
+    /// Adds an entry with the revision that it had; no key comes twice.
+    pub fn put_at(&mut self, key: &str, value: &[u8], revision: u64) -> Result<(), CatalogueError> {
         for (what, bytes, limit) in
             [("a key", key.len(), MAX_KEY_BYTES), (key, value.len(), MAX_VALUE_BYTES)]
         {
@@ -99,13 +114,18 @@ impl MapWriter {
                 return Err(CatalogueError::TooLong { what: what.to_owned(), bytes, limit });
             }
         }
-        self.revision += 1;
-        let stored = [&self.revision.to_be_bytes()[..], value].concat();
+        let stored = [&revision.to_be_bytes()[..], value].concat();
         let key = format!("{DATA}{key}");
         self.sum ^= summand(&key, &stored);
         self.batch.put(key, stored);
         self.waiting += 1;
         if self.waiting >= BATCH_ENTRIES { self.apply() } else { Ok(()) }
+    }
+
+    /// Makes all entries durable; what they come to.
+    pub fn sum(&mut self) -> Result<MapSum, CatalogueError> {
+        self.apply()?;
+        Ok(MapSum { revision: self.revision, sum: self.sum.to_be_bytes() })
     }
 
     fn apply(&mut self) -> Result<(), CatalogueError> {
@@ -125,10 +145,11 @@ impl MapWriter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::catalogue::Catalogue;
     use crate::catalogue::local::LocalCatalogue;
+    use crate::catalogue::{Catalogue, SetOutcome};
     use crate::clock::SystemClock;
     use crate::entropy::SeededEntropy;
+    use crate::kind::Kind;
     use crate::store::MemoryKv;
     use crate::workers::Workers;
 
@@ -141,7 +162,7 @@ mod tests {
             LocalCatalogue::open(kv.clone(), SystemClock::new(), entropy, &workers, lease, Epoch(4))
         };
         let kv: Arc<dyn Kv> = Arc::new(MemoryKv::new());
-        let mut map = MapWriter::new(kv.clone());
+        let mut map = MapWriter::new(kv.clone(), Epoch(4));
         for number in 0..BATCH_ENTRIES + 10 {
             map.put(&format!("c/{number:04}"), &[7]).unwrap();
         }
@@ -149,11 +170,54 @@ mod tests {
         let catalogue = open(&map.finish(Epoch(4), MapId([3; 16])).unwrap()).unwrap();
         assert_eq!((catalogue.epoch(), catalogue.map()), (Epoch(4), MapId([3; 16])));
         let last = catalogue.get(&format!("c/{:04}", BATCH_ENTRIES + 9)).await.unwrap().unwrap();
-        assert_eq!((last.value, last.revision), (vec![7], BATCH_ENTRIES as u64 + 10));
-        assert!(map_refuses(&kv));
+        let revision = 4 * REVISIONS_PER_EPOCH + BATCH_ENTRIES as u64 + 10;
+        assert_eq!((last.value, last.revision), (vec![7], revision));
+        let mut other = MapWriter::new(kv, Epoch(4));
+        other.put(&"x".repeat(MAX_KEY_BYTES + 1), &[]).unwrap_err();
     }
 
-    fn map_refuses(kv: &Arc<dyn Kv>) -> bool {
-        MapWriter::new(kv.clone()).put(&"x".repeat(MAX_KEY_BYTES + 1), &[]).is_err()
+    #[tokio::test(start_paused = true)]
+    async fn a_map_is_handed_over_only_for_a_whole_copy_and_does_not_change_then() {
+        let open = |kv: Arc<dyn Kv>| {
+            let entropy = Arc::new(SeededEntropy::new(1));
+            let (lease, workers) = (std::time::Duration::from_secs(10), Workers::inline());
+            let clock = SystemClock::new();
+            LocalCatalogue::open(kv, clock, entropy, &workers, lease, Epoch::default()).unwrap()
+        };
+        let old = open(Arc::new(MemoryKv::new()));
+        let set = async |key: &str, expected, value: Option<&[u8]>| {
+            old.set(key, expected, value.map(<[u8]>::to_vec)).await
+        };
+        for (key, gone) in [("a", false), ("b", true), ("c", false)] {
+            let made = set(key, None, Some(key.as_bytes())).await.unwrap();
+            let SetOutcome::Set(revision) = made else { panic!("{made:?}") };
+            if gone {
+                set(key, Some(revision), None).await.unwrap();
+            }
+        }
+        let held = old.hold_still().await.unwrap();
+        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Unavailable);
+        let copy = async |without: &str| {
+            let kv: Arc<dyn Kv> = Arc::new(MemoryKv::new());
+            let mut map = MapWriter::copy(kv, held.revision);
+            for (key, entry) in old.list("", None, 10).await.unwrap() {
+                if key != without {
+                    map.put_at(&key, &entry.value, entry.revision).unwrap();
+                }
+            }
+            (map.sum().unwrap(), map)
+        };
+        let (sum, _) = copy("c").await;
+        assert_eq!(old.hand_over(sum).await.unwrap_err().kind(), Kind::Exists);
+        let (sum, map) = copy("").await;
+        assert_eq!(sum, held);
+        old.hand_over(sum).await.unwrap();
+        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Unavailable);
+        // Revisions go on: what was read before the move fits after it, and no number comes twice.
+        let new = open(map.finish(Epoch(2), MapId([3; 16])).unwrap());
+        assert_eq!(new.get("c").await.unwrap(), old.get("c").await.unwrap());
+        let c = new.get("c").await.unwrap().unwrap();
+        let changed = new.set("c", Some(c.revision), Some(b"C".to_vec())).await.unwrap();
+        assert_eq!(changed, SetOutcome::Set(held.revision + 1));
     }
 }

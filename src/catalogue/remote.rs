@@ -48,7 +48,7 @@ pub struct RemoteCatalogue {
     known: Mutex<BTreeMap<PeerName, NodeAddress>>,
     epoch: Mutex<Epoch>,
     /// The catalogue that this node belongs to: others, and older ones, are not believed.
-    expected: Mutex<Option<(Epoch, MapId)>>,
+    expected: Mutex<(Epoch, Option<MapId>)>,
 }
 
 impl RemoteCatalogue {
@@ -74,17 +74,15 @@ impl RemoteCatalogue {
         }
     }
 
-    /// From here on only the catalogue `map` of `epoch`, or one of a later epoch, is believed.
-    pub fn expect(&self, epoch: Epoch, map: MapId) {
-        *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, map));
+    /// From here on only the catalogue `map` (`None`: any) of `epoch`, or one of a later epoch, is believed.
+    pub fn expect(&self, epoch: Epoch, map: Option<MapId>) {
+        *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = (epoch, map);
     }
 
     fn is_believed(&self, hello: &HelloAnswer) -> bool {
-        let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
-        expected.is_none_or(|(epoch, map)| {
-            let is_same = hello.epoch == epoch && hello.map.is_none_or(|found| found == map);
-            hello.epoch > epoch || is_same
-        })
+        let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_same = map.is_none_or(|map| hello.map.is_none_or(|found| found == map));
+        hello.epoch.is_near(epoch) && (hello.epoch > epoch || hello.epoch == epoch && is_same)
     }
 
     /// Takes `home` for the catalogue of `epoch`, without asking.
@@ -325,6 +323,7 @@ mod tests {
             node: name.parse().unwrap(),
             epoch: Epoch(epoch),
             map: None,
+            revision: 0,
             catalogue: Some(at(home)),
             version: String::new(),
         };

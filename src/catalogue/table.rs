@@ -11,11 +11,14 @@ use super::records::NODES;
 use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome};
 use crate::kind::Kind;
 use crate::store::kv::{Batch, Kv};
+use crate::wire::calls::MapSum;
 
 /// The entries.
 pub(super) struct Table {
     kv: Arc<dyn Kv>,
     is_read_only: AtomicBool,
+    /// The last revision; also while a change is written.
+    revision: AtomicU64,
     /// The last revision that changed a node's record.
     members: AtomicU64,
     written: Mutex<Written>,
@@ -26,6 +29,14 @@ struct Written {
     revision: u64,
     /// XOR of the first 16 bytes of BLAKE3 over each entry.
     sum: u128,
+    /// Another map goes on from here: nothing changes any more.
+    is_handed_over: bool,
+}
+
+impl Written {
+    fn sum(&self) -> MapSum {
+        MapSum { revision: self.revision, sum: self.sum.to_be_bytes() }
+    }
 }
 
 impl Table {
@@ -36,9 +47,10 @@ impl Table {
         Ok(Self {
             kv,
             is_read_only: AtomicBool::new(false),
+            revision: AtomicU64::new(revision),
             // Not the last change perhaps, but another number than any before it.
             members: AtomicU64::new(revision),
-            written: Mutex::new(Written { revision, sum }),
+            written: Mutex::new(Written { revision, sum, is_handed_over: false }),
         })
     }
 
@@ -55,6 +67,27 @@ impl Table {
             let message = "the catalogue hears from less than half of the storage nodes and changes nothing: start more of them".to_owned();
             return Err(CatalogueError::Refused { kind: Kind::Unavailable, message });
         }
+        Ok(())
+    }
+
+    /// The revision of the last change that is durable. Does not block.
+    pub(super) fn revision(&self) -> u64 {
+        self.revision.load(Ordering::Acquire)
+    }
+
+    /// What the entries come to.
+    pub(super) fn sum(&self) -> MapSum {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner).sum()
+    }
+
+    /// Ends all changes, if `copied` is a copy of all there is.
+    pub(super) fn hand_over(&self, copied: MapSum) -> Result<(), CatalogueError> {
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        if written.sum() != copied {
+            let message = "the catalogue has changed since it was copied, and stays where it is: move it again".to_owned();
+            return Err(CatalogueError::Refused { kind: Kind::Exists, message });
+        }
+        written.is_handed_over = true;
         Ok(())
     }
 
@@ -90,6 +123,9 @@ impl Table {
         }
         self.refuse_if_read_only()?;
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        if written.is_handed_over {
+            return Err(moving());
+        }
         let full_key = format!("{DATA}{key}");
         let before = self.kv.get(full_key.as_bytes())?;
         let now = before.as_deref().and_then(entry);
@@ -109,7 +145,8 @@ impl Table {
             None => batch.delete(full_key),
         };
         self.kv.apply(&batch)?;
-        *written = Written { revision, sum };
+        *written = Written { revision, sum, is_handed_over: false };
+        self.revision.store(revision, Ordering::Release);
         if key.starts_with(NODES) {
             self.members.store(revision, Ordering::Release);
         }
@@ -135,4 +172,10 @@ impl Table {
         });
         Ok(named.collect())
     }
+}
+
+/// What somebody hears who wants a change during a move.
+pub(super) fn moving() -> CatalogueError {
+    let message = "the catalogue is being moved to another daemon: try again".to_owned();
+    CatalogueError::Refused { kind: Kind::Unavailable, message }
 }

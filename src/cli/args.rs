@@ -395,6 +395,28 @@ pub struct Status {
 pub enum Catalogue {
     /// Make a lost catalogue again from what the nodes hold
     Rebuild(Rebuild),
+    /// Move the catalogue to another daemon
+    Move(Move),
+}
+
+const MOVE: &str = "\
+Example:
+  rapidraid catalogue move --on 10.0.0.3:7440
+
+The daemon that serves the catalogue now must run: its entries are copied, compared, and it stands down only for a whole copy.
+While they are copied (some seconds for each 100,000 entries) nothing is saved, archived or removed; checkpoints are read as ever.
+When the daemon that serves it is gone, `rapidraid catalogue rebuild` is the way.";
+
+/// Options of `catalogue move`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = MOVE)]
+pub struct Move {
+    /// The daemon that serves the catalogue from now on
+    #[arg(long, value_name = "HOST:PORT")]
+    pub on: String,
+    /// Where the cluster is.
+    #[command(flatten)]
+    pub connect: Connect,
 }
 
 const REBUILD: &str = "\

@@ -1,18 +1,19 @@
-//! `catalogue rebuild`: a lost catalogue, made again from what the nodes hold.
+//! `catalogue rebuild` and `catalogue move`: who serves the catalogue from now on.
 
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::args::Rebuild;
+use super::args::{Move, Rebuild};
 use super::printer::Answer;
 use super::progress::Progress;
 use super::table::{Paint, shown};
 use super::transfer::counted;
 use super::{Front, Outcome, connect};
+use crate::client::ClientError;
 use crate::clock::{Clock, SystemClock};
 use crate::net::Address;
-use crate::wire::calls::RebuildAnswer;
+use crate::wire::calls::{MoveAnswer, RebuildAnswer};
 
 /// How often the display moves.
 const TICK: Duration = Duration::from_millis(500);
@@ -23,20 +24,54 @@ const LISTED: usize = 20;
 pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let on = options.on.map(|host_port| Address { host_port, node: None });
-    let clock = SystemClock::new();
-    let progress = Progress::new(front.printer.look().watched, "reading the nodes", None);
     let rebuilding = client.rebuild_catalogue(on.as_ref(), options.accept_loss);
-    tokio::pin!(rebuilding);
-    let answer = loop {
-        // How much the nodes hold is not known before it is read: what moves is the clock.
-        tokio::select! {
-            answer = &mut rebuilding => break answer,
-            () = clock.sleep(TICK) => progress.set(0, ""),
-        }
-    };
-    drop(progress);
+    let answer = watched(front, "reading the nodes", rebuilding).await;
     connect::close(&client).await;
     Ok(Box::new(Rebuilt(answer.map_err(|error| connect::failure(&error))?)))
+}
+
+/// The command `catalogue move`.
+pub async fn move_to(front: &mut Front, options: Move) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let on = Address { host_port: options.on, node: None };
+    let answer = watched(front, "copying the catalogue", client.move_catalogue(&on)).await;
+    connect::close(&client).await;
+    Ok(Box::new(Moved(answer.map_err(|error| connect::failure(&error))?)))
+}
+
+/// How much there is to do is not known before it is done: what moves is the clock.
+async fn watched<T>(
+    front: &Front,
+    what: &str,
+    work: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, ClientError> {
+    let (clock, progress) =
+        (SystemClock::new(), Progress::new(front.printer.look().watched, what, None));
+    tokio::pin!(work);
+    loop {
+        tokio::select! {
+            answer = &mut work => return answer,
+            () = clock.sleep(TICK) => progress.set(0, ""),
+        }
+    }
+}
+
+struct Moved(MoveAnswer);
+
+impl Answer for Moved {
+    fn json(&self) -> Map<String, Value> {
+        let MoveAnswer { epoch, home, from, entries } = &self.0;
+        let fields = json!({ "epoch": epoch, "home": home, "from": from, "entries": entries });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, _: Paint) -> String {
+        let MoveAnswer { epoch, home, from, entries } = &self.0;
+        let entries = counted(*entries, "record");
+        format!(
+            "The catalogue is served by {home} now: epoch {epoch}, {entries} copied from {from}.\n"
+        )
+    }
 }
 
 struct Rebuilt(RebuildAnswer);

@@ -85,6 +85,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Rm(options) => steps::remove(front, options).await,
         Command::Status(options) => status::run(front, options).await,
         Command::Catalogue(Catalogue::Rebuild(options)) => catalogue::rebuild(front, options).await,
+        Command::Catalogue(Catalogue::Move(options)) => catalogue::move_to(front, options).await,
         Command::Code(code) => codes::run(front, code),
     }
 }

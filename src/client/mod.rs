@@ -41,9 +41,9 @@ use crate::net::{Address, Transport};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::topology::Directory;
 use crate::wire::calls::{
-    Archive, ArchiveEvent, ArchiveOptions, Hello, List, NodeStatus, NodeStatusAnswer, NodeView,
-    Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer, RemoveNode, Show,
-    ShowAnswer, StepView, StripeReport,
+    Archive, ArchiveEvent, ArchiveOptions, Hello, List, MoveAnswer, MoveCatalogue, NodeStatus,
+    NodeStatusAnswer, NodeView, Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer,
+    RemoveNode, Show, ShowAnswer, StepView, StripeReport,
 };
 use crate::wire::policy::PolicyAnswer;
 use crate::wire::{Call, NodeAddress};
@@ -262,6 +262,11 @@ impl Client {
             Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
             None => self.ask_once(&call, REBUILD_LIMIT).await,
         }
+    }
+
+    /// Has the daemon `on` copy the catalogue from the one that serves it, and serve it from then on (docs/semantics.md, 8).
+    pub async fn move_catalogue(&self, on: &Address) -> Result<MoveAnswer, ClientError> {
+        Ok(self.caller().call_within(on, &MoveCatalogue {}, REBUILD_LIMIT).await?)
     }
 
     /// Takes a node off the list of members: one that is not live, and on which no checkpoint may lie (docs/semantics.md, 10).

@@ -16,18 +16,23 @@ use crate::format::records::{
     stripes_root,
 };
 use crate::gf::FingerprintKey;
-use crate::id::{Generation, Job, SaveId, ShardId, ShardName, Step, StripeId};
+use crate::id::{Generation, Job, NodeId, SaveId, ShardId, ShardName, Step, StripeId};
 use crate::kind::Kind;
+use crate::net::Address;
 use crate::pipeline::save::{Failures, SaveError, Source, Upload};
 use crate::placement::{Spares, place, ring};
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::{
-    Abort, Begin, BeginAnswer, Commit, Keep, NodeView, PutRecord, RecordName, Seal,
+    Abort, Begin, BeginAnswer, Commit, Hello, Keep, NodeView, PutRecord, RecordName, Seal,
 };
 
 /// Shards under way at once.
 const SHARDS_AT_ONCE: usize = 4;
+/// A node that does not say its epoch within this has no say in whether a save's epoch is over.
+const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// Nodes that are asked for it at once.
+const HELLOS_AT_ONCE: usize = 32;
 /// How often a save begins anew when its nodes fail under it.
 const RESTARTS: u32 = 2;
 
@@ -76,6 +81,11 @@ impl Drop for KeptLease {
     }
 }
 
+/// Whether an error may come from an epoch that is over: nodes refuse what is older, and gateways lose the catalogue.
+fn may_be_epoch(kind: Kind) -> bool {
+    kind == Kind::Fenced || kind.is_transient()
+}
+
 /// One save between begin and commit.
 struct Saving {
     client: Client,
@@ -104,78 +114,73 @@ impl Client {
         if shards.is_empty() {
             return Err(ClientError::NoShards);
         }
-        let mut restarts = 0;
-        let mut avoid = Vec::new();
+        let (mut restarts, mut avoid) = (0, Vec::new());
         loop {
-            let mut save = SaveId([0; 12]);
-            self.inner.entropy.fill(&mut save.0);
-            let (job, replace) = (job.clone(), options.replace);
-            let begin = Begin { job: job.clone(), step, replace, save, avoid: avoid.clone() };
-            let begun = self.ask(&begin).await?;
-            let lease = Duration::from_millis(begun.lease_ms);
-            let failures = Arc::new(Failures::default());
-            match self.try_save(&job, step, &shards, begun, failures.clone(), &progress).await {
-                Err(ClientError::Save(error @ SaveError::NoHolders { .. }))
-                    if restarts < RESTARTS =>
-                {
-                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
-                    // that is gone counts as live for one lease more; one whose disk is full is not counted.
-                    restarts += 1;
-                    avoid.extend(failures.refused());
-                    tracing::warn!(%error, restarts, "the save begins anew");
-                    self.caller().clock().sleep(lease).await;
-                }
-                result => return result,
+            let saving = self.begin(job, step, options, &avoid, &shards, &progress).await?;
+            let lease = self.keep_lease(&saving.begun);
+            let result = saving.run(&shards).await;
+            drop(lease);
+            let error = match result {
+                Ok(saved) => return Ok(saving.report(saved)),
+                Err(error) => error,
+            };
+            let is_over = may_be_epoch(error.kind()) && saving.is_over().await;
+            // Had all been sealed, the catalogue that has moved knows it as before.
+            if is_over && let Ok(saved) = saving.commit(shards.len()).await {
+                return Ok(saving.report(saved));
             }
+            // What cannot be aborted now is collected when its lease is over.
+            let is_gone = (is_over || error.kind() != Kind::Fenced) && saving.abort().await;
+            restarts += 1;
+            match &error {
+                _ if restarts > RESTARTS => return Err(error),
+                // Nodes refuse what is of an older epoch.
+                _ if is_over => {
+                    if !is_gone {
+                        saving.wait_for_lease().await;
+                    }
+                }
+                // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
+                // that is gone counts as live for one lease more; one whose disk is full is not counted.
+                ClientError::Save(SaveError::NoHolders { .. }) => {
+                    avoid.extend(saving.failures.refused());
+                    saving.wait_for_lease().await;
+                }
+                _ => return Err(error),
+            }
+            tracing::warn!(%error, restarts, "the save begins anew");
         }
     }
 
-    async fn try_save(
+    async fn begin(
         &self,
         job: &Job,
         step: Step,
+        options: SaveOptions,
+        avoid: &[NodeId],
         shards: &[NewShard],
-        begun: BeginAnswer,
-        failures: Arc<Failures>,
         progress: &ProgressFn,
-    ) -> Result<SaveReport, ClientError> {
+    ) -> Result<Saving, ClientError> {
+        let mut save = SaveId([0; 12]);
+        self.inner.entropy.fill(&mut save.0);
+        let (job, avoid) = (job.clone(), avoid.to_vec());
+        let begin = Begin { job: job.clone(), step, replace: options.replace, save, avoid };
+        let begun = self.ask(&begin).await?;
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
-        let done = AtomicU64::new(0);
-        let progress = progress.clone();
+        let (done, progress) = (AtomicU64::new(0), progress.clone());
         let count = move |bytes| {
             let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
             progress(Progress { done_bytes, total_bytes });
         };
         let live = begun.nodes.iter().map(|node| NodeView { node: node.clone(), live: true });
-        let saving = Saving {
+        Ok(Saving {
             client: self.clone(),
-            job: job.clone(),
+            job,
             step,
             directory: Directory::new(live.collect()),
             begun,
-            failures,
+            failures: Arc::default(),
             progress: Arc::new(count),
-        };
-        let lease = self.keep_lease(&saving.begun);
-        let result = saving.run(shards).await;
-        drop(lease);
-        if let Err(error) = &result {
-            let abort = Abort { job: job.clone(), step, save: saving.begun.save };
-            // What cannot be aborted now is collected when its lease is over.
-            if !matches!(error.kind(), Kind::Fenced) {
-                let _ = self.ask(&abort).await;
-            }
-        }
-        let saved = result?;
-        Ok(SaveReport {
-            job: job.clone(),
-            step,
-            save: saved.save,
-            shards: saved.shards,
-            len_bytes: saved.len_bytes,
-            n: saving.begun.n,
-            k: saving.begun.k,
-            generation: saved.generation,
         })
     }
 
@@ -205,8 +210,55 @@ impl Saving {
         let done: Vec<()> =
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
+        self.commit(shards.len()).await
+    }
+
+    /// Whether some node has heard of a later epoch: then it refuses what was begun in this one.
+    async fn is_over(&self) -> bool {
+        let asks = self.begun.nodes.iter().map(|node| async {
+            let to = Address { host_port: node.address.clone(), node: Some(node.name.clone()) };
+            self.client.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await
+        });
+        let mut asks = stream::iter(asks.collect::<Vec<_>>()).buffer_unordered(HELLOS_AT_ONCE);
+        let epoch = self.begun.generation.epoch;
+        while let Some(hello) = asks.next().await {
+            if hello.is_ok_and(|hello| hello.epoch > epoch) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether the save is not open any more.
+    async fn abort(&self) -> bool {
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
-        self.client.ask_within(&Commit { job, step, save, shards: count }, LONG_LIMIT).await
+        self.client.ask(&Abort { job, step, save }).await.is_ok()
+    }
+
+    /// Until the lease that nobody keeps any more is over.
+    async fn wait_for_lease(&self) {
+        self.client.caller().clock().sleep(Duration::from_millis(self.begun.lease_ms)).await;
+    }
+
+    fn report(&self, saved: Saved) -> SaveReport {
+        let BeginAnswer { n, k, .. } = self.begun;
+        let Saved { save, shards, len_bytes, generation, .. } = saved;
+        SaveReport {
+            job: self.job.clone(),
+            step: self.step,
+            save,
+            shards,
+            len_bytes,
+            n,
+            k,
+            generation,
+        }
+    }
+
+    async fn commit(&self, shards: usize) -> Result<Saved, ClientError> {
+        let shards = u32::try_from(shards).unwrap_or(u32::MAX);
+        let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
+        self.client.ask_within(&Commit { job, step, save, shards }, LONG_LIMIT).await
     }
 
     async fn shard(&self, index: u32, shards: u32, shard: &NewShard) -> Result<(), ClientError> {

@@ -45,3 +45,12 @@ pub struct SeenEpoch {
     /// Who claimed it from this node; `None` when nobody did.
     pub home: Option<Home>,
 }
+
+/// The last change of the catalogue that a node has heard of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Heard {
+    /// The catalogue's map.
+    pub map: MapId,
+    /// Its revision then.
+    pub revision: u64,
+}

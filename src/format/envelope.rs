@@ -71,6 +71,8 @@ pub enum RecordKind {
     Members = 16,
     /// Removed saves that a node has swept.
     Graves = 17,
+    /// The last change of the catalogue that a node has heard of.
+    Heard = 18,
 }
 
 impl fmt::Display for RecordKind {
@@ -93,6 +95,7 @@ impl fmt::Display for RecordKind {
             Self::Removing => "removing",
             Self::Members => "members",
             Self::Graves => "graves",
+            Self::Heard => "heard revision",
         })
     }
 }

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
-pub use super::cluster::{Home, Members, Node, SeenEpoch};
+pub use super::cluster::{Heard, Home, Members, Node, SeenEpoch};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError, StripeCut};
 use crate::code::CodeId;

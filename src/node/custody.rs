@@ -47,6 +47,7 @@ impl Node {
             node: self.settings.name.clone(),
             epoch: self.store.epoch(),
             map: self.store.map(),
+            revision: self.store.revision(),
             catalogue: self.catalogue_home(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         })
@@ -98,12 +99,14 @@ impl Node {
             match registered {
                 Ok(answer) => {
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
-                    let noted =
-                        self.on_store(move |store| store.note_map(answer.epoch, answer.map));
+                    let noted = self.on_store(move |store| {
+                        store.note_map(answer.epoch, answer.map)?;
+                        store.note_revision(answer.map, answer.revision)
+                    });
                     match noted.await {
                         Ok(()) => {
                             self.hosting.follows();
-                            self.remote.expect(answer.epoch, answer.map);
+                            self.remote.expect(answer.epoch, Some(answer.map));
                         }
                         Err(error) => {
                             tracing::error!(%error, "the catalogue that was found is not the cluster's");

@@ -18,10 +18,10 @@ use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, Claim, Commit,
-    Drop, Fetch, GetRecord, GetState, Hello, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke,
-    LeaseTouch, List, Marked, Members, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark,
-    PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove,
-    RemoveNode, Reserve, Run, Seal, Show, Suspect, Sweep,
+    Drop, Fetch, GetRecord, GetState, HandOver, Hello, HoldStill, Inspect, Inventory, Keep,
+    LeaseGrant, LeaseRevoke, LeaseTouch, List, Marked, Members, MoveCatalogue, NodeStatus, Nodes,
+    PolicyStatus, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Rebuild,
+    Register, Release, Remove, RemoveNode, Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -284,6 +284,9 @@ impl Node {
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
             Sweep::NUMBER => reply!(Sweep => |call| self.sweep(call)),
             Rebuild::NUMBER => reply!(Rebuild => |call| self.rebuild(call)),
+            MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_here()),
+            HoldStill::NUMBER => reply!(HoldStill => |_| self.hold_still()),
+            HandOver::NUMBER => reply!(HandOver => |call| self.hand_over(call)),
             Claim::NUMBER => reply!(Claim => |call| self.claim(call)),
             Members::NUMBER => reply!(Members => |_| self.members()),
             Buried::NUMBER => reply!(Buried => |call| self.buried(call)),

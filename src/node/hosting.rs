@@ -13,7 +13,7 @@ use super::waits::renewal;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{Members, Node as NodeRecord};
-use crate::id::Epoch;
+use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
 use crate::store::{Kv, Maps, Store};
 use crate::wire::calls::{Claim, Hello, HelloAnswer};
@@ -115,6 +115,15 @@ impl Hosting {
         None
     }
 
+    /// The map here is a copy of the cluster's as it once was: it is not served.
+    fn is_old_copy(&self, node: &PeerName, heard: u64, found: u64) {
+        let why = format!(
+            "the catalogue here is an old copy (revision {found}; {node} has heard of revision {heard}): it is not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
+        );
+        tracing::error!(why, "standing down");
+        *self.state() = State::No(Some(why));
+    }
+
     /// From here on this daemon serves `local`.
     pub(super) fn serve(&self, local: Arc<LocalCatalogue>) {
         *self.state() = State::Here(local);
@@ -175,7 +184,7 @@ impl Node {
 
     /// Asks the nodes that the map knows, notes what is later than the map, and tells those of it that have not heard of it: a daemon
     /// on a new disk would serve an empty catalogue beside it. Storage nodes are counted.
-    async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
+    pub(super) async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
         // One that stands down has to find the other home, and its seeds may be itself alone.
         self.remote.know(nodes.iter().map(|view| node_address(&view.node)));
@@ -183,6 +192,10 @@ impl Node {
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
         for (node, hello) in self.hello_all(&nodes).await {
+            if hello.map == Some(local.map()) && hello.revision > local.revision() {
+                self.hosting.is_old_copy(&node.name, hello.revision, local.revision());
+                return false;
+            }
             let is_other =
                 hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.map());
             if hello.epoch > local.epoch() || is_other {
@@ -224,6 +237,11 @@ impl Node {
                 .call_within(&address(&to), &Hello { me: Some(self.record()) }, HELLO_LIMIT)
                 .await
                 .ok()?;
+            let seen = self.store.epoch();
+            if !hello.epoch.is_near(seen) {
+                tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "what it says of its epoch is not believed");
+                return None;
+            }
             (hello.cluster == self.settings.cluster).then_some((node, hello))
         };
         let asks: Vec<_> = nodes.iter().cloned().map(ask).collect();

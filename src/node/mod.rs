@@ -16,6 +16,7 @@ mod hosting;
 mod inventory;
 mod marks;
 mod membership;
+mod moving;
 mod orphans;
 mod policy;
 mod rebuild;
@@ -198,9 +199,7 @@ impl Node {
             record_of(&settings),
             settings.seeds.clone(),
         ));
-        if let Some(map) = store.map() {
-            remote.expect(seen, map);
-        }
+        remote.expect(seen, store.map());
         if let Some(home) = store.home() {
             remote.know([NodeAddress { name: home.name, host_port: home.address }]);
         }

@@ -21,6 +21,7 @@ use crate::format::records::{
 };
 use crate::id::{Epoch, Generation, LeaseId, MapId, NodeId, StripeId};
 use crate::kind::Kind;
+use crate::store::Kv;
 use crate::wire::Failure;
 use crate::wire::calls::{
     ArchiveOptions, Claim, HelloAnswer, Members, PlanChoice, PutMark, Rebuild, RebuildAnswer,
@@ -36,7 +37,7 @@ impl Node {
     pub(super) async fn claim(&self, call: Claim) -> Result<(), Failure> {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
         self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
-        self.remote.expect(call.epoch, call.map);
+        self.remote.expect(call.epoch, Some(call.map));
         self.remote.know([call.home.clone()]);
         self.remote.believe(call.epoch, call.home);
         // Whoever reads asks the new home first.
@@ -77,7 +78,7 @@ impl Node {
         }
         let (members, heard) = self.gather_members().await?;
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
-        let epoch = Epoch(latest.max(self.store.epoch()).0 + 1);
+        let epoch = latest.max(self.store.epoch()).next();
         let generation = Generation { epoch, counter: 0 };
         let reached = been_here(heard);
         enough(&members, &reached, self.configured_codes(), accept_loss)?;
@@ -105,7 +106,7 @@ impl Node {
         };
         let fresh = self.hosting.maps().fresh();
         let fresh = fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))?;
-        let mut writer = MapWriter::new(fresh);
+        let mut writer = MapWriter::new(fresh, epoch);
         for node in &members {
             writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
@@ -118,13 +119,22 @@ impl Node {
         }
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
-        let kv = writer.finish(epoch, map)?;
-        let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
-        let (workers, lease) = (&self.workers, self.settings.lease);
-        let local = LocalCatalogue::open(kv, clock, entropy, workers, lease, epoch)?;
-        self.hosting.serve(Arc::new(local));
+        self.serve_map(writer.finish(epoch, map)?, epoch)?;
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
+    }
+
+    /// From here on this daemon serves the finished map of `epoch` in `kv`.
+    pub(super) fn serve_map(
+        &self,
+        kv: Arc<dyn Kv>,
+        epoch: Epoch,
+    ) -> Result<Arc<LocalCatalogue>, Failure> {
+        let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
+        let (workers, lease) = (&self.workers, self.settings.lease);
+        let local = Arc::new(LocalCatalogue::open(kv, clock, entropy, workers, lease, epoch)?);
+        self.hosting.serve(local.clone());
+        Ok(local)
     }
 
     fn configured_codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
@@ -278,7 +288,7 @@ fn storage(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
 }
 
 /// Storage nodes that are not among `reached`.
-fn without<'a>(
+pub(super) fn without<'a>(
     members: &'a [NodeRecord],
     reached: &'a [NodeRecord],
 ) -> impl Iterator<Item = &'a NodeRecord> {

@@ -18,7 +18,7 @@ use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
     RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing,
 };
-use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::pipeline::archive::shard_roots;
 use crate::stage::{Stage, about_to};
@@ -311,10 +311,12 @@ impl Node {
         saved: Saved,
     ) -> Result<Saved, Failure> {
         let catalogue = self.catalogue();
+        // Before the roots are read: what an older catalogue says is not marked under a later epoch.
+        let epoch = catalogue.epoch();
         let roots = shard_roots(&*catalogue, saved.save).await?;
         let directory = self.directory().await?;
         let (directory, saved) = (&directory, &saved);
-        let marks = roots.into_iter().map(|root| self.mark(directory, saved, root));
+        let marks = roots.into_iter().map(|root| self.mark(directory, saved, root, epoch));
         stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect::<()>().await?;
         let mut superseded = None;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
@@ -348,12 +350,13 @@ impl Node {
         directory: &Directory,
         saved: &Saved,
         root: ShardRoot,
+        epoch: Epoch,
     ) -> Result<(), Failure> {
         let tolerated = usize::from(root.k) - 1;
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let (name, cluster) = (root.name.clone(), self.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
-        let call = PutMark { bytes: mark.to_bytes()?, epoch: self.catalogue().epoch() };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch };
         let mut puts = stream::iter(ring)
             .map(|node| {
                 let call = &call;

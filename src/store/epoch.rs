@@ -3,10 +3,11 @@
 use super::StoreError;
 use super::folder::{EPOCH, Store};
 use crate::format::envelope::RecordKind;
-use crate::format::records::{Home, Members, SeenEpoch};
+use crate::format::records::{Heard, Home, Members, SeenEpoch};
 use crate::id::{Epoch, MapId};
 
 const MEMBERS: &str = "members";
+const HEARD: &str = "heard";
 
 impl Store {
     /// What was noted before this start.
@@ -16,6 +17,29 @@ impl Store {
             StoreError::Format { path, source } => StoreError::Epoch { path, source },
             other => other,
         })
+    }
+
+    /// A note that does not open is made again: it is a help against an old copy of the catalogue, not a need.
+    pub(super) fn heard_on_disk(&self) -> Option<Heard> {
+        self.get_sealed(HEARD, RecordKind::Heard).ok().flatten()
+    }
+
+    /// The last revision that this node has heard of the map of its epoch; 0 when it knows none.
+    pub fn revision(&self) -> u64 {
+        let (map, heard) = (self.map(), *self.heard());
+        heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
+    }
+
+    /// Notes durably that `map` had come to `revision`. A lower one is no news.
+    pub fn note_revision(&self, map: MapId, revision: u64) -> Result<(), StoreError> {
+        let mut heard = self.heard();
+        if heard.is_some_and(|heard| map == heard.map && revision <= heard.revision) {
+            return Ok(());
+        }
+        let now = Heard { map, revision };
+        self.put_sealed(HEARD, RecordKind::Heard, &now)?;
+        *heard = Some(now);
+        Ok(())
     }
 
     /// The highest catalogue epoch that this node has seen.
@@ -67,6 +91,9 @@ impl Store {
     }
 
     fn note(&self, seen: &mut SeenEpoch, now: SeenEpoch) -> Result<(), StoreError> {
+        if !now.epoch.is_near(seen.epoch) {
+            return Err(StoreError::FarEpoch { seen: seen.epoch, given: now.epoch });
+        }
         self.put_sealed(EPOCH, RecordKind::Epoch, &now)?;
         *seen = now;
         Ok(())
@@ -139,5 +166,20 @@ mod tests {
         store.claim_epoch(Epoch(3), theirs, home("b")).unwrap();
         store.raise_epoch(Epoch(4)).unwrap();
         assert_eq!((store.epoch(), store.map(), store.home()), (Epoch(4), None, None));
+        store.claim_epoch(Epoch(4), ours, home("a")).unwrap();
+        assert_eq!(store.revision(), 0);
+        for (map, revision, last) in [(ours, 7, 7), (ours, 5, 7), (theirs, 9, 0), (ours, 8, 8)] {
+            store.note_revision(map, revision).unwrap();
+            assert_eq!(store.revision(), last);
+        }
+        drop(store);
+        let disk = Arc::new(disk.crash());
+        let store = open(&disk);
+        assert_eq!(store.revision(), 8);
+        // No epoch follows the last number there is.
+        for far in [store.raise_epoch(Epoch(u64::MAX)), store.note_map(Epoch(1 << 40), ours)] {
+            assert!(matches!(far, Err(StoreError::FarEpoch { .. })));
+        }
+        assert_eq!(store.epoch(), Epoch(4));
     }
 }

@@ -21,7 +21,7 @@ use super::stored_file::StoredFile;
 use crate::format::FormatError;
 use crate::format::envelope::{RecordKind, open_record, seal_record};
 use crate::format::file::FileKey;
-use crate::format::records::SeenEpoch;
+use crate::format::records::{Heard, SeenEpoch};
 use crate::id::{ClusterId, NodeId, PeerName, ShardId, StripeId};
 
 /// The name of the lock file: [`Disk::lock`] it before anything else in the folder is opened.
@@ -55,6 +55,7 @@ struct Inner {
     cluster: ClusterId,
     node: NodeId,
     seen: Mutex<SeenEpoch>,
+    heard: Mutex<Option<Heard>>,
     next_quarantine: AtomicU64,
     graves: Mutex<()>,
     _lock: DiskLock,
@@ -96,6 +97,7 @@ impl Store {
             cluster,
             node: NodeId::of(name),
             seen: Mutex::default(),
+            heard: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
             graves: Mutex::default(),
             _lock: lock,
@@ -103,6 +105,7 @@ impl Store {
         let store = Self { inner: Arc::new(inner) };
         store.check_identity(&identity)?;
         *store.seen() = store.seen_on_disk()?.unwrap_or_default();
+        *store.heard() = store.heard_on_disk();
         let reconciled = store.reconcile()?;
         Ok((store, reconciled))
     }
@@ -169,6 +172,10 @@ impl Store {
 
     pub(super) fn seen(&self) -> MutexGuard<'_, SeenEpoch> {
         self.inner.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn heard(&self) -> MutexGuard<'_, Option<Heard>> {
+        self.inner.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn disk(&self) -> &dyn Disk {

@@ -12,7 +12,7 @@
 //! node.id  lock  epoch        whose folder it is; held while open; the highest catalogue epoch seen
 //! index/                      sled, made again when it is lost
 //! tmp/                        files being written, emptied at open
-//! epoch, members              what the node remembers of its cluster
+//! epoch, members, heard       what the node remembers of its cluster and of the catalogue
 //! graves/                     ids of removed saves whose files are gone
 //! quarantine/                 files moved aside, each with a `.why`
 //! shards/SHARD/NAME           small records of a shard
@@ -166,6 +166,14 @@ pub enum StoreError {
         /// The one that was given.
         given: Epoch,
     },
+    /// No cluster comes that far.
+    #[error("epoch {given} is far beyond {seen}, which this node has seen: it is not believed")]
+    FarEpoch {
+        /// The highest epoch seen.
+        seen: Epoch,
+        /// The one that was given.
+        given: Epoch,
+    },
     /// Another map is the catalogue of this epoch.
     #[error(
         "epoch {epoch} has another catalogue: this one was begun or rebuilt beside it, and is not obeyed; rebuild again if the other one is gone"
@@ -202,7 +210,10 @@ impl StoreError {
             Self::Conflict { .. } | Self::Fixed { .. } => Kind::Exists,
             Self::Foreign { .. } | Self::NoIdentity => Kind::Denied,
             Self::StaleEpoch { .. } | Self::OtherMap { .. } => Kind::Fenced,
-            Self::Misuse { .. } | Self::Name { .. } | Self::TooLong { .. } => Kind::Invalid,
+            Self::Misuse { .. }
+            | Self::Name { .. }
+            | Self::TooLong { .. }
+            | Self::FarEpoch { .. } => Kind::Invalid,
         }
     }
 }

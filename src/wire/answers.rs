@@ -24,6 +24,8 @@ pub struct HelloAnswer {
     pub epoch: Epoch,
     /// The map of that epoch, if it knows it.
     pub map: Option<MapId>,
+    /// The last change of that map that it has heard of.
+    pub revision: u64,
     /// Where it believes the catalogue to be.
     pub catalogue: Option<NodeAddress>,
     /// Version of its software.
@@ -51,6 +53,28 @@ pub struct RebuildAnswer {
     pub incomplete: Vec<String>,
     /// Stripes of which too little was found to be read now; at most 1000.
     pub damaged: Vec<StripeId>,
+}
+
+/// Answer to [`MoveCatalogue`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveAnswer {
+    /// The new epoch.
+    pub epoch: Epoch,
+    /// Who serves it.
+    pub home: PeerName,
+    /// Who served it before.
+    pub from: PeerName,
+    /// The entries that were copied.
+    pub entries: u64,
+}
+
+/// What a map comes to: two maps of equal contents and history have the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MapSum {
+    /// The revision of the last change.
+    pub revision: u64,
+    /// XOR over all entries of the first 16 bytes of BLAKE3 of each with its key and revision.
+    pub sum: [u8; 16],
 }
 
 /// A page of what a node holds.
@@ -360,6 +384,8 @@ pub struct RegisterAnswer {
     pub epoch: Epoch,
     /// Its map.
     pub map: MapId,
+    /// The last change of that map.
+    pub revision: u64,
     /// Another number when the list of nodes is another one.
     pub members: u64,
     /// Register again within so many milliseconds.

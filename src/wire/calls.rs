@@ -136,6 +136,8 @@ calls! {
         /// Its name.
         name: PeerName,
     } -> ();
+    /// Moves the catalogue from the daemon that serves it to this one (semantics 8).
+    17 Anyone MoveCatalogue {} -> MoveAnswer;
 
     /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {
@@ -334,6 +336,19 @@ calls! {
         /// Where the page begins: behind this shard.
         after: Option<ShardId>,
     } -> MarkedAnswer;
+    /// Has the catalogue's home change nothing for ten seconds; what its entries come to.
+    65 Nodes HoldStill {} -> MapSum;
+    /// Ends the catalogue of this home for a copy of it, if the copy is whole (semantics 8).
+    66 Nodes HandOver {
+        /// What the copy comes to.
+        copied: MapSum,
+        /// The epoch of the copy.
+        epoch: Epoch,
+        /// The copy.
+        map: MapId,
+        /// Who serves it.
+        home: NodeAddress,
+    } -> ();
     /// Adds a place to a stripe record after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

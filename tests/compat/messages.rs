@@ -158,6 +158,7 @@ fn for_clients(calls: &mut Calls) {
         node: "node-1".parse().unwrap(),
         epoch: GENERATION.epoch,
         map: Some(MAP),
+        revision: 300,
         catalogue: Some(address()),
         version: "0.1.0".into(),
     };
@@ -179,6 +180,7 @@ fn for_clients(calls: &mut Calls) {
             begun,
         )
         .both(Rebuild { accept_loss: true }, rebuilt())
+        .both(MoveCatalogue {}, moved())
         .both(Keep { lease: LEASE }, ())
         .both(Seal { root: root() }, ())
         .both(Commit { job: job.clone(), step, save, shards: 300 }, saved())
@@ -298,7 +300,7 @@ fn of_the_catalogue(calls: &mut Calls) {
     calls
         .both(
             Register { node: node("node-1") },
-            RegisterAnswer { epoch, map: MAP, members: 299, lease_ms: 10_000 },
+            RegisterAnswer { epoch, map: MAP, revision: 301, members: 299, lease_ms: 10_000 },
         )
         .both(CatalogueGet { key: key() }, Some((value.clone(), 300)))
         .answer::<CatalogueGet>(", none", None)
@@ -348,6 +350,13 @@ fn rebuilt() -> RebuildAnswer {
     }
 }
 
+const MAP_SUM: MapSum = MapSum { revision: 300, sum: [9; 16] };
+
+fn moved() -> MoveAnswer {
+    let (home, from) = ("node-3".parse().unwrap(), "node-1".parse().unwrap());
+    MoveAnswer { epoch: GENERATION.epoch, home, from, entries: 300 }
+}
+
 fn orders(calls: &mut Calls) {
     let (stripe, attempt, generation) = (stripe(), ATTEMPT, GENERATION);
     let coordinator = order().coordinator;
@@ -361,6 +370,8 @@ fn orders(calls: &mut Calls) {
         .both(Claim { epoch: generation.epoch, map: MAP, home: address() }, ())
         .both(Members {}, vec![node("node-1")])
         .both(Buried { saves: vec![SAVE] }, vec![SAVE])
+        .both(HoldStill {}, MAP_SUM)
+        .both(HandOver { copied: MAP_SUM, epoch: generation.epoch, map: MAP, home: address() }, ())
         .both(Marked { after: Some(stripe.shard) }, marked())
         .request(", all", Marked { after: None })
         .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())

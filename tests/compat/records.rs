@@ -181,6 +181,7 @@ fn file_header(name: &str, content: Content) -> Case {
 }
 
 const SEEN: Epoch = Epoch(300);
+const REVISION: u64 = 70_000;
 /// Where [`SAVE`] is entombed.
 const GRAVES: &str = "graves/5a";
 
@@ -196,18 +197,28 @@ fn folder_record(name: &str, path: &'static str) -> Case {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
     let home = Home { name: "node-1".parse().unwrap(), address: "node-1.example.org:7440".into() };
     let store = open(&disk).unwrap();
-    store.claim_epoch(SEEN, MAP, home).unwrap();
+    store.claim_epoch(SEEN, MAP, home.clone()).unwrap();
+    store.note_revision(MAP, REVISION).unwrap();
     assert!(store.entomb(SAVE).unwrap());
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
     let parse = move |bytes: &[u8]| {
+        let home = home.clone();
         let disk = Arc::new(MemoryDisk::new(1 << 20));
         disk.create_dir("graves").unwrap();
         disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
         let store = open(&disk)?;
         match path {
             "epoch" => Ok(store.epoch() == SEEN),
+            "heard" => {
+                store.claim_epoch(SEEN, MAP, home).unwrap();
+                // One that does not open is none.
+                match store.revision() {
+                    0 => Err(Kind::Corrupt),
+                    revision => Ok(revision == REVISION),
+                }
+            }
             GRAVES => store.is_entombed(SAVE).map_err(|error| error.kind()),
             _ => Ok(true),
         }
@@ -253,6 +264,7 @@ pub fn cases() -> Vec<Case> {
         ),
         record("checkpoint, retired", retired),
         folder_record("graves", GRAVES),
+        folder_record("heard revision", "heard"),
     ]
 }
 

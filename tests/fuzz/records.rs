@@ -124,7 +124,7 @@ fn use_stripe(record: StripeRecord) -> Result<(), String> {
 pub fn records() -> Target {
     // Those of the data folder, of kinds that have no type of their own, are opened with the folder.
     let corpus: Vec<Vec<u8>> =
-        golden().into_iter().filter(|bytes| ![9, 12, 17].contains(&bytes[4])).collect();
+        golden().into_iter().filter(|bytes| ![9, 12, 17, 18].contains(&bytes[4])).collect();
     let whole: BTreeSet<Vec<u8>> = corpus.iter().cloned().collect();
     let check = move |bytes: &[u8]| match parsed(bytes)? {
         Seen { accepted: true, .. } if !whole.contains(bytes) => {
@@ -138,7 +138,7 @@ pub fn records() -> Target {
 /// Kind and body, which is sealed as if its writer had meant it.
 pub fn record_bodies() -> Target {
     let mut corpus: Vec<Vec<u8>> =
-        bodies().into_iter().filter(|bytes| ![9, 12, 17].contains(&bytes[0])).collect();
+        bodies().into_iter().filter(|bytes| ![9, 12, 17, 18].contains(&bytes[0])).collect();
     // One place more or less is more than one change of a byte.
     let record = golden().iter().find_map(|bytes| StripeRecord::parse(bytes).ok()).unwrap();
     for places in 3..7 {
@@ -160,10 +160,10 @@ pub fn record_bodies() -> Target {
 }
 
 /// What the first byte of an input puts into the data folder before it is opened.
-const PLACES: [&str; 5] = ["node.id", "epoch", "members", "graves/5a", "index"];
+const PLACES: [&str; 6] = ["node.id", "epoch", "members", "graves/5a", "heard", "index"];
 /// In the first byte: the body is sealed as kind [`KINDS`] first.
 const SEAL: u8 = 0x80;
-const KINDS: [u8; 5] = [9, 12, 16, 17, 0];
+const KINDS: [u8; 6] = [9, 12, 16, 17, 18, 0];
 
 fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
@@ -200,7 +200,7 @@ pub fn folders() -> Target {
         .to_vec();
     corpus.push([&[SEAL | 3][..], &postcard::to_stdvec(&graves).unwrap()].concat());
     let entry =
-        [&[4u8][..], &[0x5a; 16], &[0, 0, 0, 1], b"block-03.rep", &[1, 0, 3, 9, 99], &[7; 32]];
+        [&[5u8][..], &[0x5a; 16], &[0, 0, 0, 1], b"block-03.rep", &[1, 0, 3, 9, 99], &[7; 32]];
     corpus.push(entry.concat());
     // The store's own folder, the map, and what is read of each record, several times.
     let memory = Memory { base_bytes: 64 << 10, per_byte: 100 };

@@ -69,6 +69,7 @@ const CALLS: &[Laws] = laws![
     Rebuild,
     PolicyStatus,
     RemoveNode,
+    MoveCatalogue,
     PutBlock,
     PutRecord,
     GetRecord,
@@ -96,6 +97,8 @@ const CALLS: &[Laws] = laws![
     Inventory,
     Buried,
     Marked,
+    HoldStill,
+    HandOver,
     PutPlaces,
 ];
 

@@ -265,6 +265,13 @@ impl Cluster {
         self.folder.path().join(format!("cluster/nodes/n{at}/rapidraid.toml"))
     }
 
+    /// Where node `at`, from 1, is reached.
+    pub fn address(&self, at: usize) -> String {
+        let config = std::fs::read_to_string(self.config(at)).unwrap();
+        let advertise = config.lines().find(|line| line.starts_with("advertise")).unwrap();
+        advertise.split('"').nth(1).unwrap().to_owned()
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

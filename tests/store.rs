@@ -564,6 +564,7 @@ fn numbers_and_lists_follow_what_is_there() {
 
     assert_eq!(store.list_shards(None, 2).unwrap(), [shard(1), shard(2)]);
     assert_eq!(store.list_shards(Some(shard(2)), 9).unwrap(), [shard(3), STRIPE.shard]);
+    assert_eq!(store.shards(Some(shard(1))).unwrap().next(), Some(shard(2)));
     let indexes = |after, limit| -> Vec<u32> {
         let stripes = store.list_stripes(shard(1), after, limit).unwrap();
         stripes.into_iter().map(|stripe| stripe.index).collect()

@@ -269,8 +269,7 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     }
     about_to(Stage::Sweep, save);
     let mut bytes = 0;
-    let first = u128::from_be_bytes(ShardId::new(save, 0).0);
-    let mut after = first.checked_sub(1).map(|before| ShardId(before.to_be_bytes()));
+    let mut after = ShardId::before(save);
     loop {
         let page = store.list_shards(after, PAGE)?;
         let ours: Vec<ShardId> = page.into_iter().filter(|shard| shard.save() == save).collect();

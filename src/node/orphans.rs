@@ -8,9 +8,7 @@ use super::census::node_address;
 use super::walk::Walk;
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{CHECKPOINTS, ORPHANS, orphan_key, parse};
-use crate::format::records::{
-    Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing, Writing,
-};
+use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::wire::Failure;
 use crate::wire::calls::Buried;
@@ -138,10 +136,7 @@ async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, Fail
         let checkpoint: Checkpoint = parse(&key, &entry.value)?;
         known.extend(checkpoint.committed.map(|saved| saved.save));
         known.extend(checkpoint.removing.iter().map(|removing| removing.save));
-        known.extend(checkpoint.writing.map(|writing| match writing {
-            Writing::Open { save, .. } => save,
-            Writing::Decided { saved } => saved.save,
-        }));
+        known.extend(checkpoint.writing.map(|writing| writing.save()));
     }
     let mut orphans = Walk::over(catalogue, ORPHANS);
     while let Some((key, entry)) = orphans.next().await? {

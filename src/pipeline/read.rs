@@ -19,7 +19,7 @@ use bytes::Bytes;
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 use source::{Fault, Stop, all};
 pub use way::Lost;
-use way::{Holding, Way, explain, find_way};
+use way::{Holding, Wanted, Way};
 
 use super::patience::{BUSY_LIMIT, Patience};
 use super::records::StripeInfo;
@@ -198,23 +198,21 @@ impl StripeReader {
         let known: BTreeSet<NodeId> =
             nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
         let stripe = info.fixed.stripe;
-        let find = |held: &Held| find_way(&root, &info, state, receipt.as_ref(), blocks, held);
+        let wanted = Wanted { root: &root, info: &info, state, receipt: receipt.as_ref(), blocks };
         // An error is no way, and none that waiting mends.
-        let is_enough = |held: &Held| find(held).map_or(true, |way| way.is_some());
+        let is_enough = |held: &Held| wanted.find_way(held).map_or(true, |way| way.is_some());
         let mut held = Held::new();
         inspect_all(&reading, stripe, &known, INSPECT_LIMIT, &mut held, is_enough).await;
-        let mut found = find(&held)?;
+        let mut found = wanted.find_way(&held)?;
         if found.is_none() {
             // Everybody else of the ring, and the silent ones again.
             nodes.extend(root.ring.iter().map(|member| member.node));
             let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
             inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
-            found = find(&held)?;
+            found = wanted.find_way(&held)?;
         }
         let Some(way) = found else {
-            let lost =
-                explain(&reading.directory, &root, &info, state, receipt.as_ref(), blocks, &held);
-            return Err(ReadError::Lost(lost));
+            return Err(ReadError::Lost(wanted.explain(&reading.directory, &held)));
         };
         Ok(Self { reading, root, key, info, way })
     }

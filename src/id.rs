@@ -100,6 +100,12 @@ impl ShardId {
         Self(bytes)
     }
 
+    /// What comes right before all shards of `save`; `None` when nothing does.
+    pub fn before(save: SaveId) -> Option<Self> {
+        let first = u128::from_be_bytes(Self::new(save, 0).0);
+        first.checked_sub(1).map(|before| Self(before.to_be_bytes()))
+    }
+
     /// Its place among the shards of its save.
     pub fn index(self) -> u32 {
         let [.., a, b, c, d] = self.0;

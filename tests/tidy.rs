@@ -42,13 +42,6 @@ const FENCES: &[(&str, &[&str])] = &[
     ("criterion", &["benches/"]),
 ];
 
-/// Files that may pass 600 lines, each with its reason. None may pass 800.
-const LONG_FILES: &[(&str, &str)] = &[
-    ("src/store/memory_disk.rs", "one disk and the faults that tests order of it"),
-    ("tests/store.rs", "one suite of the store's promises"),
-    ("tests/cluster/refused.rs", "one list of what a node refuses"),
-];
-
 const TOP_LEVEL: &[&str] = &[
     "Cargo.toml",
     "Cargo.lock",
@@ -204,8 +197,7 @@ fn files_hold_one_idea(tree: &Tree) -> Complaints {
     let mut out = Vec::new();
     for (file, text) in rust(tree) {
         let lines = text.lines().count();
-        let reason = LONG_FILES.iter().find(|(long, _)| *long == file);
-        if lines > 800 || (lines > 600 && reason.is_none()) {
+        if lines > 600 {
             out.push(format!("{file}: {lines} lines: look for the second idea"));
         }
         if !text.trim_start().starts_with("//!") {

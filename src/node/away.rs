@@ -16,7 +16,6 @@ use super::census::node_address;
 use super::failure::failure;
 use super::gateway::SHARDS_SHOWN;
 use super::hosting::tolerated;
-use super::marks::marked_save;
 use super::rebuild::been_here;
 use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
 use crate::catalogue::records::checkpoint_key;
@@ -25,11 +24,10 @@ use crate::format::records::{Node as NodeRecord, Saved, ShardState};
 use crate::id::{Generation, NodeId, SaveId};
 use crate::kind::Kind;
 use crate::net::call::address;
-use crate::store::StoreError;
 use crate::wire::Failure;
 use crate::wire::calls::{
-    Buried, GetState, List, ListAnswer, Marked, MarkedAnswer, MarkedSave, NodeView, ShardHolding,
-    Show, ShowAnswer, StepView,
+    Buried, GetState, List, ListAnswer, Marked, MarkedSave, NodeView, ShardHolding, Show,
+    ShowAnswer, StepView,
 };
 
 /// So long what was put together of a save is used again: a big one takes long, and is shown by many pages.
@@ -42,8 +40,6 @@ const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
 const PROBE: &str = "probe";
 /// One page of marks comes within this.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
-/// Shards that are looked at for a page of marks.
-const SHARDS_PER_PAGE: usize = 4096;
 /// Saves in a page of steps, and saves that are asked about at once.
 const SAVES_PER_PAGE: usize = 256;
 /// Committed steps that are found by marks; with more, the catalogue must be made again first.
@@ -367,23 +363,6 @@ impl Node {
                 Err(failure(Kind::Lost, text))
             }
         }
-    }
-
-    /// Saves that this node has a mark of, by shard: one that has several may come more than once.
-    pub(super) async fn marked(&self, call: Marked) -> Result<MarkedAnswer, Failure> {
-        let cluster = self.settings.cluster;
-        self.on_store(move |store| {
-            let shards = store.list_shards(call.after, SHARDS_PER_PAGE)?;
-            let next = shards.last().copied().filter(|_| shards.len() == SHARDS_PER_PAGE);
-            let mut saves: Vec<MarkedSave> = Vec::new();
-            for shard in shards {
-                if saves.last().is_none_or(|found| found.saved.save != shard.save()) {
-                    saves.extend(marked_save(store, cluster, shard)?);
-                }
-            }
-            Ok::<_, StoreError>(MarkedAnswer { saves, next })
-        })
-        .await
     }
 
     /// Those of the given saves that this node has removed, or is to.

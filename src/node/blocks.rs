@@ -24,7 +24,9 @@ use crate::pipeline::hop::{HopError, SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::run::RunError;
 use crate::plan::Input;
 use crate::stage::{Stage, about_to};
-use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Scope, StoreError};
+use crate::store::{
+    BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FileInfo, Scope, Store, StoreError, StoredFile,
+};
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 use crate::wire::calls::{
     BlockAdmitted, BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read,
@@ -50,6 +52,20 @@ const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
 const MAX_TRAILER_BYTES: u64 = 64 + 16 * (MAX_BLOCK_BYTES / GRAIN_BYTES);
 /// What one read works in.
 const READ_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
+
+/// A block that may come in: the memory for it, and the way to its second holder.
+struct Admitted {
+    memory: Reservation,
+    forward: Option<Forward>,
+}
+
+/// A part of a file that is sent to a reader.
+struct Sending {
+    file: Arc<StoredFile>,
+    from: u64,
+    end: u64,
+    memory: Reservation,
+}
 
 impl Node {
     async fn memory(&self, share: &Arc<Budget>, bytes: u64) -> Result<Reservation, Failure> {
@@ -117,7 +133,7 @@ impl Node {
         }
         self.admit_write(call.stripe.shard, call.generation).await?;
         self.check_room(call.len_bytes)?;
-        let (_memory, mut forward) = match self.admit_block(&call).await? {
+        let Admitted { memory: _memory, mut forward } = match self.admit_block(&call).await? {
             Ok(admitted) => admitted,
             Err(refused) => {
                 let answer = BlockAdmitted {
@@ -190,13 +206,11 @@ impl Node {
 
     /// Takes the memory of a block here and at its second holder, in node-id order: blocks on their way from A to B never wait
     /// for those from B to A while these wait for them. The inner error is the second holder's.
-    #[allow(clippy::type_complexity)]
-    async fn admit_block(
-        &self,
-        call: &PutBlock,
-    ) -> Result<Result<(Reservation, Option<Forward>), Failure>, Failure> {
+    async fn admit_block(&self, call: &PutBlock) -> Result<Result<Admitted, Failure>, Failure> {
         let mine = || self.memory(&self.budgets.save, PUT_BYTES);
-        let Some(to) = &call.forward else { return Ok(Ok((mine().await?, None))) };
+        let Some(to) = &call.forward else {
+            return Ok(Ok(Admitted { memory: mine().await?, forward: None }));
+        };
         let (memory, forward);
         if self.id < NodeId::of(&to.name) {
             memory = mine().await?;
@@ -205,7 +219,7 @@ impl Node {
             forward = Forward::open(self, to, call).await;
             memory = mine().await?;
         }
-        Ok(forward.map(|forward| (memory, Some(forward))))
+        Ok(forward.map(|forward| Admitted { memory, forward: Some(forward) }))
     }
 
     async fn write(&self, mut writer: BlockWriter, chunk: Bytes) -> Result<BlockWriter, Failure> {
@@ -217,7 +231,7 @@ impl Node {
             Ok(call) => self.open_read(call).await,
             Err(error) => Err(error.into()),
         };
-        let (file, answer, mut from, end, _memory) = match prepared {
+        let (Sending { file, mut from, end, memory: _memory }, answer) = match prepared {
             Ok(prepared) => prepared,
             Err(refusal) => return self.refuse(served, refusal).await,
         };
@@ -227,7 +241,7 @@ impl Node {
         while from < end {
             let len = (end - from).min(BULK_CHUNK_BYTES as u64);
             let source = file.clone();
-            let read = move |_: &crate::store::Store| {
+            let read = move |_: &Store| {
                 let mut chunk = vec![0; len as usize];
                 source.read(from, &mut chunk).map(|()| chunk)
             };
@@ -242,11 +256,7 @@ impl Node {
         let _ = served.send.finish().await;
     }
 
-    #[allow(clippy::type_complexity)]
-    async fn open_read(
-        &self,
-        call: Read,
-    ) -> Result<(Arc<crate::store::StoredFile>, ReadAnswer, u64, u64, Reservation), Failure> {
+    async fn open_read(&self, call: Read) -> Result<(Sending, ReadAnswer), Failure> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let memory = self.memory(&self.budgets.restore, READ_BYTES).await?;
         let file = self.on_store(move |store| store.open_file(key)).await?;
@@ -260,12 +270,13 @@ impl Node {
             return Err(failure(Kind::Invalid, text));
         };
         let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
-        Ok((Arc::new(file), ReadAnswer { len_bytes, hashes }, call.from, end, memory))
+        let sending = Sending { file: Arc::new(file), from: call.from, end, memory };
+        Ok((sending, ReadAnswer { len_bytes, hashes }))
     }
 
     pub(super) async fn inspect(&self, call: Inspect) -> Result<Vec<FileView>, Failure> {
         let files = self.on_store(move |store| store.find(call.stripe)).await?;
-        let view = |info: &crate::store::FileInfo| FileView {
+        let view = |info: &FileInfo| FileView {
             file: info.content.name(),
             len_bytes: info.len_bytes,
             root: info.root,

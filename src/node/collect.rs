@@ -14,8 +14,9 @@ use super::orphans::Compared;
 use super::policy::{Looked, Pending, Survey};
 use super::removal::Removed;
 use super::waits::Waits;
+use super::walk::Walk;
+use crate::catalogue::Catalogue;
 use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
-use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::wire::Failure;
@@ -68,32 +69,27 @@ impl Node {
     ) -> Result<Survey, Failure> {
         let catalogue = self.catalogue();
         let (mut survey, mut still) = (Survey::default(), HashSet::new());
-        let mut after: Option<String> = None;
-        loop {
-            let page = catalogue.list(CHECKPOINTS, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { break };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let checkpoint: Checkpoint = parse(key, &entry.value)?;
-                let Some((job, step)) = parse_checkpoint_key(key) else { continue };
-                for entry in checkpoint.removing {
-                    survey.removing += 1;
-                    let is_due = removals.is_due(entry.save, self.clock.now());
-                    if is_due && survey.due.len() < REMOVALS_A_ROUND {
-                        survey.due.push(Pending { job: job.clone(), step, entry });
-                    }
+        let mut checkpoints = Walk::over(&*catalogue, CHECKPOINTS);
+        while let Some((key, entry)) = checkpoints.next().await? {
+            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
+            for entry in checkpoint.removing {
+                survey.removing += 1;
+                let is_due = removals.is_due(entry.save, self.clock.now());
+                if is_due && survey.due.len() < REMOVALS_A_ROUND {
+                    survey.due.push(Pending { job: job.clone(), step, entry });
                 }
-                if let Some(Writing::Decided { saved }) = &checkpoint.writing {
-                    still.insert(saved.save);
-                }
-                if let Some(writing) = checkpoint.writing
-                    && let Err(error) = self.collect_save(&job, step, writing, decided).await
-                {
-                    tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
-                }
-                if checkpoint.committed.is_some() {
-                    *survey.committed.entry(job).or_default() += 1;
-                }
+            }
+            if let Some(Writing::Decided { saved }) = &checkpoint.writing {
+                still.insert(saved.save);
+            }
+            if let Some(writing) = checkpoint.writing
+                && let Err(error) = self.collect_save(&job, step, writing, decided).await
+            {
+                tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
+            }
+            if checkpoint.committed.is_some() {
+                *survey.committed.entry(job).or_default() += 1;
             }
         }
         *decided = still;

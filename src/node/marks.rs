@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use super::Node;
 use super::failure::failure;
 use crate::format::records::{CommitMark, Fence, Record, Tombstone};
-use crate::id::{ClusterId, Epoch, Generation, NodeId, SaveId, ShardId};
+use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::Kind;
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
@@ -154,15 +154,13 @@ fn is_buried(store: &Store, save: SaveId) -> Result<bool, StoreError> {
 }
 
 /// What the commit mark of a shard says of its save, if it has a good one.
-pub(super) fn marked_save(
-    store: &Store,
-    cluster: ClusterId,
-    shard: ShardId,
-) -> Result<Option<MarkedSave>, StoreError> {
+pub(super) fn marked_save(store: &Store, shard: ShardId) -> Result<Option<MarkedSave>, StoreError> {
     let bytes = store.get_small(Scope::Shard(shard), MARK)?;
     let mark = bytes.and_then(|bytes| CommitMark::parse(&bytes).ok());
     let fits = |mark: &CommitMark| {
-        mark.cluster == cluster && mark.root.shard == shard && mark.saved.save == shard.save()
+        mark.cluster == store.cluster()
+            && mark.root.shard == shard
+            && mark.saved.save == shard.save()
     };
     Ok(mark.filter(fits).map(|mark| MarkedSave {
         job: mark.root.job,

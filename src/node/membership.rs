@@ -2,10 +2,11 @@
 
 use super::Node;
 use super::failure::failure;
+use super::walk::Walk;
 use crate::catalogue::records::{
     CHECKPOINTS, NODES, ORPHANS, parse, parse_checkpoint_key, roots_prefix,
 };
-use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
+use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
 use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::Kind;
@@ -62,42 +63,33 @@ impl Node {
             }
         };
         // A save without a known mark is kept until all nodes have been asked for one.
-        let mut after = None::<String>;
-        loop {
-            let page = catalogue.list(ORPHANS, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { break };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let orphan: Removing = parse(key, &entry.value)?;
-                if orphan.reason == RemoveReason::Aborted {
-                    note(format!("save {}", orphan.save));
+        let mut orphans = Walk::over(catalogue, ORPHANS);
+        while let Some((key, entry)) = orphans.next().await? {
+            let orphan: Removing = parse(&key, &entry.value)?;
+            if orphan.reason == RemoveReason::Aborted {
+                note(format!("save {}", orphan.save));
+            }
+        }
+        let mut checkpoints = Walk::over(catalogue, CHECKPOINTS);
+        while let Some((key, entry)) = checkpoints.next().await? {
+            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
+            let saves = match checkpoint.writing {
+                // Which nodes it takes is known to its client only.
+                Some(Writing::Open { .. }) => {
+                    let text = format!("{job}/{step} is being saved: wait until it is done");
+                    return Err(failure(Kind::Busy, text));
+                }
+                Some(Writing::Decided { saved }) => vec![saved],
+                None => Vec::new(),
+            };
+            for saved in saves.into_iter().chain(checkpoint.committed) {
+                if self.has_in_ring(catalogue, saved.save, node).await? {
+                    note(format!("{job}/{step}"));
                 }
             }
         }
-        let mut after = None::<String>;
-        loop {
-            let page = catalogue.list(CHECKPOINTS, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { return Ok((count, first)) };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let checkpoint: Checkpoint = parse(key, &entry.value)?;
-                let Some((job, step)) = parse_checkpoint_key(key) else { continue };
-                let saves = match checkpoint.writing {
-                    // Which nodes it takes is known to its client only.
-                    Some(Writing::Open { .. }) => {
-                        let text = format!("{job}/{step} is being saved: wait until it is done");
-                        return Err(failure(Kind::Busy, text));
-                    }
-                    Some(Writing::Decided { saved }) => vec![saved],
-                    None => Vec::new(),
-                };
-                for saved in saves.into_iter().chain(checkpoint.committed) {
-                    if self.has_in_ring(catalogue, saved.save, node).await? {
-                        note(format!("{job}/{step}"));
-                    }
-                }
-            }
-        }
+        Ok((count, first))
     }
 
     async fn has_in_ring(
@@ -106,18 +98,14 @@ impl Node {
         save: SaveId,
         node: NodeId,
     ) -> Result<bool, Failure> {
-        let (prefix, mut after) = (roots_prefix(save), None::<String>);
-        loop {
-            let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { return Ok(false) };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let root: ShardRoot = parse(key, &entry.value)?;
-                if root.ring.iter().any(|member| member.node == node) {
-                    return Ok(true);
-                }
+        let mut roots = Walk::over(catalogue, roots_prefix(save));
+        while let Some((key, entry)) = roots.next().await? {
+            let root: ShardRoot = parse(&key, &entry.value)?;
+            if root.ring.iter().any(|member| member.node == node) {
+                return Ok(true);
             }
         }
+        Ok(false)
     }
 }
 

@@ -24,6 +24,7 @@ mod records;
 mod removal;
 mod saving;
 mod waits;
+mod walk;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -5,11 +5,10 @@ use std::ops::Bound;
 
 use super::Node;
 use super::census::node_address;
+use super::walk::Walk;
+use crate::catalogue::Catalogue;
 use crate::catalogue::records::{CHECKPOINTS, ORPHANS, orphan_key, parse};
-use crate::catalogue::{Catalogue, MAX_PAGE};
-use crate::format::records::{
-    Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing, Writing,
-};
+use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::wire::Failure;
 use crate::wire::calls::Buried;
@@ -104,60 +103,44 @@ impl Node {
     pub(super) async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), Failure> {
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<_> = nodes.filter(|node| node.storage).collect();
-        let mut after: Option<String> = None;
-        loop {
-            let page = catalogue.list(ORPHANS, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { return Ok(()) };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let mut removing: Removing = parse(key, &entry.value)?;
-                // That nobody has a mark is evidence only when everybody has said so; that somebody has buried it always is.
-                if removing.reason == RemoveReason::Aborted {
-                    let Fate::Goes(reason) = self.fate(&storage, removing.save).await else {
-                        tracing::info!(save = %removing.save, "a save without a known mark is kept until all nodes have been asked");
-                        continue;
-                    };
-                    removing.reason = reason;
+        let mut orphans = Walk::over(catalogue, ORPHANS);
+        while let Some((key, entry)) = orphans.next().await? {
+            let mut removing: Removing = parse(&key, &entry.value)?;
+            // That nobody has a mark is evidence only when everybody has said so; that somebody has buried it always is.
+            if removing.reason == RemoveReason::Aborted {
+                let Fate::Goes(reason) = self.fate(&storage, removing.save).await else {
+                    tracing::info!(save = %removing.save, "a save without a known mark is kept until all nodes have been asked");
+                    continue;
+                };
+                removing.reason = reason;
+            }
+            match self.removal_of_orphan(&removing).await {
+                Ok(true) => {
+                    catalogue.set(&key, Some(entry.revision), None).await?;
                 }
-                match self.removal_of_orphan(&removing).await {
-                    Ok(true) => {
-                        catalogue.set(key, Some(entry.revision), None).await?;
-                    }
-                    Ok(false) => {}
-                    Err(error) => {
-                        tracing::info!(save = %removing.save, %error, "a removal goes on later")
-                    }
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::info!(save = %removing.save, %error, "a removal goes on later")
                 }
             }
         }
+        Ok(())
     }
 }
 
 /// The saves that a step's record has, or that are orphans already.
 async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, Failure> {
     let mut known = BTreeSet::new();
-    let mut after: Option<String> = None;
-    loop {
-        let page = catalogue.list(CHECKPOINTS, after.as_deref(), MAX_PAGE).await?;
-        let Some((last, _)) = page.last() else { break };
-        after = Some(last.clone());
-        for (key, entry) in &page {
-            let checkpoint: Checkpoint = parse(key, &entry.value)?;
-            known.extend(checkpoint.committed.map(|saved| saved.save));
-            known.extend(checkpoint.removing.iter().map(|removing| removing.save));
-            known.extend(checkpoint.writing.map(|writing| match writing {
-                Writing::Open { save, .. } => save,
-                Writing::Decided { saved } => saved.save,
-            }));
-        }
+    let mut checkpoints = Walk::over(catalogue, CHECKPOINTS);
+    while let Some((key, entry)) = checkpoints.next().await? {
+        let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+        known.extend(checkpoint.committed.map(|saved| saved.save));
+        known.extend(checkpoint.removing.iter().map(|removing| removing.save));
+        known.extend(checkpoint.writing.map(|writing| writing.save()));
     }
-    let mut after: Option<String> = None;
-    loop {
-        let page = catalogue.list(ORPHANS, after.as_deref(), MAX_PAGE).await?;
-        let Some((last, _)) = page.last() else { return Ok(known) };
-        after = Some(last.clone());
-        for (key, entry) in &page {
-            known.insert(parse::<Removing>(key, &entry.value)?.save);
-        }
+    let mut orphans = Walk::over(catalogue, ORPHANS);
+    while let Some((key, entry)) = orphans.next().await? {
+        known.insert(parse::<Removing>(&key, &entry.value)?.save);
     }
+    Ok(known)
 }

@@ -12,6 +12,7 @@ use tokio::task::JoinHandle;
 use super::Node;
 use super::failure::failure;
 use super::waits::Waits;
+use super::walk::Walk;
 use crate::catalogue::records::{
     ARCHIVINGS, Archiving, CHECKPOINTS, Waiting, checkpoint_key, parse, parse_archiving_key,
     parse_checkpoint_key, read, roots_prefix, state_key,
@@ -141,39 +142,34 @@ impl Node {
         memory: &Looked,
         round: &mut Round,
     ) -> Result<(), Failure> {
-        let prefix = format!("{CHECKPOINTS}{job}/");
-        let (mut after, mut newer): (Option<String>, u64) = (None, count);
-        loop {
-            let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
-            let Some((last, _)) = page.last() else { return Ok(()) };
-            after = Some(last.clone());
-            for (key, entry) in &page {
-                let checkpoint: Checkpoint = parse(key, &entry.value)?;
-                let (Some((_, step)), Some(saved)) =
-                    (parse_checkpoint_key(key), checkpoint.committed)
-                else {
-                    continue;
-                };
-                newer = newer.saturating_sub(1);
-                match rule.fate(step, newer) {
-                    Fate::Stays => {}
-                    Fate::Retired => self.retire(catalogue, job, step, &saved, rule, round).await?,
-                    Fate::Archived if memory.archived.contains(&saved.save) => {
-                        round.still_archived.insert(saved.save);
-                    }
-                    Fate::Archived => {
-                        round.to_archive += 1;
-                        let passed = |(j, s): &(Job, Step)| (job, step) <= (j, *s);
-                        let is_new = !memory.cursor.as_ref().is_some_and(passed);
-                        let is_due = self.desk().waits.is_due(saved.save, self.clock.now());
-                        let is_asked = wishes.iter().any(|(j, s, _)| (j, *s) == (job, step));
-                        if is_new && is_due && !is_asked && round.next.is_none() {
-                            self.look(catalogue, (job, step, saved.save), round).await?;
-                        }
+        let mut newer = count;
+        let mut steps = Walk::over(catalogue, format!("{CHECKPOINTS}{job}/"));
+        while let Some((key, entry)) = steps.next().await? {
+            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let (Some((_, step)), Some(saved)) = (parse_checkpoint_key(&key), checkpoint.committed)
+            else {
+                continue;
+            };
+            newer = newer.saturating_sub(1);
+            match rule.fate(step, newer) {
+                Fate::Stays => {}
+                Fate::Retired => self.retire(catalogue, job, step, &saved, rule, round).await?,
+                Fate::Archived if memory.archived.contains(&saved.save) => {
+                    round.still_archived.insert(saved.save);
+                }
+                Fate::Archived => {
+                    round.to_archive += 1;
+                    let passed = |(j, s): &(Job, Step)| (job, step) <= (j, *s);
+                    let is_new = !memory.cursor.as_ref().is_some_and(passed);
+                    let is_due = self.desk().waits.is_due(saved.save, self.clock.now());
+                    let is_asked = wishes.iter().any(|(j, s, _)| (j, *s) == (job, step));
+                    if is_new && is_due && !is_asked && round.next.is_none() {
+                        self.look(catalogue, (job, step, saved.save), round).await?;
                     }
                 }
             }
         }
+        Ok(())
     }
 
     /// Finds out whether a step is archived already, and picks it if not.
@@ -317,23 +313,18 @@ async fn wishes(catalogue: &dyn Catalogue) -> Result<Vec<Wish>, Failure> {
 
 /// Whether nothing is left to archive or to drop of a save.
 async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, Failure> {
-    let prefix = roots_prefix(save);
-    let mut after: Option<String> = None;
-    loop {
-        let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
-        let Some((last, _)) = page.last() else { return Ok(true) };
-        after = Some(last.clone());
-        for (key, entry) in &page {
-            let root: ShardRoot = parse(key, &entry.value)?;
-            // A state that is absent is that of a save which is gone.
-            let state = read::<ShardState>(catalogue, &state_key(root.shard)).await?;
-            let is_done =
-                |state: StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
-            if state.is_some_and(|(state, _)| !state.runs.iter().all(|run| is_done(run.state))) {
-                return Ok(false);
-            }
+    let mut roots = Walk::over(catalogue, roots_prefix(save));
+    while let Some((key, entry)) = roots.next().await? {
+        let root: ShardRoot = parse(&key, &entry.value)?;
+        // A state that is absent is that of a save which is gone.
+        let state = read::<ShardState>(catalogue, &state_key(root.shard)).await?;
+        let is_done =
+            |state: StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
+        if state.is_some_and(|(state, _)| !state.runs.iter().all(|run| is_done(run.state))) {
+            return Ok(false);
         }
     }
+    Ok(true)
 }
 
 /// Whether `enough` steps of the job behind `step` are committed now.
@@ -343,16 +334,12 @@ async fn has_newer(
     step: Step,
     enough: u64,
 ) -> Result<bool, Failure> {
-    let prefix = format!("{CHECKPOINTS}{job}/");
-    let mut after = checkpoint_key(job, step);
+    let steps = Walk::over(catalogue, format!("{CHECKPOINTS}{job}/"));
+    let mut steps = steps.after(checkpoint_key(job, step));
     let mut newer = 0;
     while newer < enough {
-        let page = catalogue.list(&prefix, Some(&after), MAX_PAGE).await?;
-        let Some((last, _)) = page.last() else { return Ok(false) };
-        after = last.clone();
-        for (key, entry) in &page {
-            newer += u64::from(parse::<Checkpoint>(key, &entry.value)?.committed.is_some());
-        }
+        let Some((key, entry)) = steps.next().await? else { return Ok(false) };
+        newer += u64::from(parse::<Checkpoint>(&key, &entry.value)?.committed.is_some());
     }
     Ok(true)
 }

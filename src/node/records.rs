@@ -22,9 +22,6 @@ use crate::wire::calls::{
     RecordName,
 };
 
-/// Shards listed at a time.
-const SHARDS_PER_PAGE: usize = 1024;
-
 fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
     let stripe = |index| Scope::Stripe(StripeId { shard, index });
     match record {
@@ -210,23 +207,12 @@ impl Node {
 
 /// Whether a commit mark of any shard of `save` is here.
 fn has_mark(store: &Store, save: SaveId) -> Result<bool, Failure> {
-    let first = u128::from_be_bytes(ShardId::new(save, 0).0);
-    let mut after = first.checked_sub(1).map(|before| ShardId(before.to_be_bytes()));
-    loop {
-        let page = store.list_shards(after, SHARDS_PER_PAGE)?;
-        for shard in &page {
-            if shard.save() != save {
-                return Ok(false);
-            }
-            if store.get_small(Scope::Shard(*shard), MARK)?.is_some() {
-                return Ok(true);
-            }
-        }
-        match page.last() {
-            Some(last) => after = Some(*last),
-            None => return Ok(false),
+    for shard in store.shards(ShardId::before(save))?.take_while(|shard| shard.save() == save) {
+        if store.get_small(Scope::Shard(shard), MARK)?.is_some() {
+            return Ok(true);
         }
     }
+    Ok(false)
 }
 
 /// Whether the pieces that `receipt` ascribes to this node are here.

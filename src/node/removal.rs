@@ -12,10 +12,11 @@ use super::Node;
 use super::failure::failure;
 use super::hosting::tolerated;
 use super::marks::{TOMBSTONE, save_scope};
+use super::walk::Walk;
 use crate::catalogue::records::{
     Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
 };
-use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
+use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, Removing, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
@@ -150,14 +151,9 @@ impl Node {
         about_to(Stage::Forget, entry.save);
         // By prefix: a save that died while it was sealed has states without roots.
         for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
-            let mut after: Option<String> = None;
-            loop {
-                let page = catalogue.list(&prefix, after.as_deref(), MAX_PAGE).await?;
-                let Some((last, _)) = page.last() else { break };
-                after = Some(last.clone());
-                for (key, found) in &page {
-                    catalogue.set(key, Some(found.revision), None).await?;
-                }
+            let mut keys = Walk::over(catalogue, prefix);
+            while let Some((key, found)) = keys.next().await? {
+                catalogue.set(&key, Some(found.revision), None).await?;
             }
         }
         let key = checkpoint_key(job, step);
@@ -273,8 +269,7 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     }
     about_to(Stage::Sweep, save);
     let mut bytes = 0;
-    let first = u128::from_be_bytes(ShardId::new(save, 0).0);
-    let mut after = first.checked_sub(1).map(|before| ShardId(before.to_be_bytes()));
+    let mut after = ShardId::before(save);
     loop {
         let page = store.list_shards(after, PAGE)?;
         let ours: Vec<ShardId> = page.into_iter().filter(|shard| shard.save() == save).collect();

@@ -406,12 +406,9 @@ impl Node {
 
 /// Whether the step has the save, open, decided or committed.
 fn has_save(checkpoint: &Checkpoint, of: SaveId) -> bool {
-    let writing = match &checkpoint.writing {
-        Some(Writing::Open { save, .. }) => Some(*save),
-        Some(Writing::Decided { saved }) => Some(saved.save),
-        None => None,
-    };
-    writing == Some(of) || checkpoint.committed.as_ref().is_some_and(|saved| saved.save == of)
+    let writing = checkpoint.writing.as_ref().map(Writing::save);
+    let committed = checkpoint.committed.as_ref().map(|saved| saved.save);
+    [writing, committed].contains(&Some(of))
 }
 
 /// Makes a record; one that is there already must be the same.

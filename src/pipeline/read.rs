@@ -19,7 +19,7 @@ use bytes::Bytes;
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 use source::{Fault, Stop, all};
 pub use way::Lost;
-use way::{Holding, Way, explain, find_way};
+use way::{Holding, Wanted, Way};
 
 use super::patience::{BUSY_LIMIT, Patience};
 use super::records::StripeInfo;
@@ -41,8 +41,21 @@ use crate::workers::{WorkerDied, Workers};
 /// Wrong files that one restore remembers; a cluster with more is past reading around them.
 const MAX_ROTTEN: usize = 65_536;
 
-/// Nodes that a reader has passed over because they were slow: once each. Then it waits for them as long as it has to.
-type Passed = BTreeSet<NodeId>;
+/// How far a reading has come, and whom it has been patient with.
+struct Progress {
+    /// Grains that are not delivered yet.
+    left: Range<u64>,
+    /// Nodes that were passed over because they were slow: once each. Then they are waited for as long as it has to be.
+    passed: BTreeSet<NodeId>,
+    patience: Patience,
+}
+
+/// Where the bytes go that lie in `range` of the shard.
+#[derive(Clone)]
+struct Target {
+    range: Range<u64>,
+    sink: Arc<dyn Sink>,
+}
 
 /// Where restored bytes go. Blocking; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
@@ -137,6 +150,10 @@ pub struct Reading {
 }
 
 impl Reading {
+    fn begin(&self, left: Range<u64>) -> Progress {
+        Progress { left, passed: BTreeSet::new(), patience: self.patience() }
+    }
+
     fn patience(&self) -> Patience {
         Patience::new(self.caller.clock().clone(), self.entropy.clone())
     }
@@ -181,23 +198,21 @@ impl StripeReader {
         let known: BTreeSet<NodeId> =
             nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
         let stripe = info.fixed.stripe;
-        let find = |held: &Held| find_way(&root, &info, state, receipt.as_ref(), blocks, held);
+        let wanted = Wanted { root: &root, info: &info, state, receipt: receipt.as_ref(), blocks };
         // An error is no way, and none that waiting mends.
-        let is_enough = |held: &Held| find(held).map_or(true, |way| way.is_some());
+        let is_enough = |held: &Held| wanted.find_way(held).map_or(true, |way| way.is_some());
         let mut held = Held::new();
         inspect_all(&reading, stripe, &known, INSPECT_LIMIT, &mut held, is_enough).await;
-        let mut found = find(&held)?;
+        let mut found = wanted.find_way(&held)?;
         if found.is_none() {
             // Everybody else of the ring, and the silent ones again.
             nodes.extend(root.ring.iter().map(|member| member.node));
             let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
             inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
-            found = find(&held)?;
+            found = wanted.find_way(&held)?;
         }
         let Some(way) = found else {
-            let lost =
-                explain(&reading.directory, &root, &info, state, receipt.as_ref(), blocks, &held);
-            return Err(ReadError::Lost(lost));
+            return Err(ReadError::Lost(wanted.explain(&reading.directory, &held)));
         };
         Ok(Self { reading, root, key, info, way })
     }
@@ -215,32 +230,30 @@ impl StripeReader {
         range: Range<u64>,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
+        let target = Target { range, sink };
         match self.way.clone() {
             Way::Replicas(replicas) => {
                 for &block in blocks {
-                    let mut sources = replicas.get(&block).cloned().unwrap_or_default();
-                    self.read_replica(block, &mut sources, grains.clone(), &range, &sink).await?;
+                    let sources = replicas.get(&block).cloned().unwrap_or_default();
+                    self.read_replica(block, sources, grains.clone(), &target).await?;
                 }
                 Ok(())
             }
-            Way::Pieces { .. } => self.read_pieces(blocks, grains, &range, &sink).await,
+            Way::Pieces { .. } => self.read_pieces(blocks, grains, &target).await,
         }
     }
 
     async fn read_replica(
         &self,
         block: u8,
-        sources: &mut Vec<Holding>,
+        mut sources: Vec<Holding>,
         grains: Range<u64>,
-        range: &Range<u64>,
-        sink: &Arc<dyn Sink>,
+        target: &Target,
     ) -> Result<(), ReadError> {
-        let len = self.info.fixed.cut.block_len(block);
-        let end = crate::units::grains(len).min(grains.end);
-        let mut next = grains.start;
-        let (mut patience, mut passed) = (self.reading.patience(), Passed::new());
+        let end = crate::units::grains(self.info.fixed.cut.block_len(block)).min(grains.end);
+        let mut progress = self.reading.begin(grains.start..end);
         let mut is_turned = false;
-        while next < end {
+        while !progress.left.is_empty() {
             // Who was silent comes last, but for its turn after one that is busy.
             let comes_first =
                 |source: &&Holding| is_turned || !self.reading.directory.is_silent(source.node);
@@ -252,22 +265,21 @@ impl StripeReader {
                     missing: vec!["every holder failed while it was read".into()],
                 }));
             };
-            let from = next;
+            let from = progress.left.start;
             is_turned = false;
-            let round =
-                self.replica_round(block, source, &passed, &mut next, end, range, sink).await;
-            if next > from {
-                patience = self.reading.patience();
+            let round = self.replica_round(block, source, &mut progress, target).await;
+            if progress.left.start > from {
+                progress.patience = self.reading.patience();
             }
             match round {
                 Ok(()) => {}
                 Err(Stop::Fatal(error)) => return Err(error),
                 Err(Stop::Busy { holding, reason }) => {
-                    self.wait(&mut patience, &holding, reason).await?;
+                    self.wait(&mut progress.patience, &holding, reason).await?;
                     sources.sort_by_key(|source| *source == holding);
                     is_turned = true;
                 }
-                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut passed),
+                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
                 Err(Stop::Source { holding, reason, fault }) => {
                     self.left_out(&holding, &reason, fault);
                     sources.retain(|source| *source != holding);
@@ -277,26 +289,21 @@ impl StripeReader {
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments)]
     async fn replica_round(
         &self,
         block: u8,
         source: Holding,
-        passed: &Passed,
-        next: &mut u64,
-        end: u64,
-        range: &Range<u64>,
-        sink: &Arc<dyn Sink>,
+        progress: &mut Progress,
+        target: &Target,
     ) -> Result<(), Stop> {
-        let len = self.info.fixed.cut.block_len(block);
-        let mut file = self.open(source, *next..end, len, passed).await?;
-        let mut ready = Some(self.grain(&mut file, *next, len, passed).await?);
+        let mut file = self.open(source, progress).await?;
+        let mut ready = Some(self.grain(&mut file, progress.left.start).await?);
         while let Some(bytes) = ready.take() {
-            let grain = *next;
-            let deliver = self.deliver(vec![(block, bytes)], grain, range, sink);
+            let grain = progress.left.start;
+            let deliver = self.deliver(vec![(block, bytes)], grain, target);
             let fetch = async {
-                if grain + 1 < end {
-                    self.grain(&mut file, grain + 1, len, passed).await.map(Some)
+                if grain + 1 < progress.left.end {
+                    self.grain(&mut file, grain + 1).await.map(Some)
                 } else {
                     Ok(None)
                 }
@@ -310,7 +317,7 @@ impl StripeReader {
                 }
                 other => other?,
             }
-            *next = grain + 1;
+            progress.left.start = grain + 1;
             ready = fetched?;
         }
         Ok(())
@@ -320,25 +327,22 @@ impl StripeReader {
         &mut self,
         blocks: &[u8],
         grains: Range<u64>,
-        range: &Range<u64>,
-        sink: &Arc<dyn Sink>,
+        target: &Target,
     ) -> Result<(), ReadError> {
-        let mut next = grains.start;
-        let (mut patience, mut passed) = (self.reading.patience(), Passed::new());
+        let mut progress = self.reading.begin(grains);
         loop {
-            let from = next;
-            let round =
-                self.pieces_round(blocks, &passed, &mut next, grains.end, range, sink).await;
-            if next > from {
-                patience = self.reading.patience();
+            let from = progress.left.start;
+            let round = self.pieces_round(blocks, &mut progress, target).await;
+            if progress.left.start > from {
+                progress.patience = self.reading.patience();
             }
             match round {
                 Ok(()) => return Ok(()),
                 Err(Stop::Fatal(error)) => return Err(error),
                 Err(Stop::Busy { holding, reason }) => {
-                    self.wait(&mut patience, &holding, reason).await?;
+                    self.wait(&mut progress.patience, &holding, reason).await?;
                 }
-                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut passed),
+                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
                 Err(Stop::Source { holding, reason, fault }) => {
                     self.left_out(&holding, &reason, fault);
                     if let Way::Pieces { pieces, .. } = &mut self.way {
@@ -352,11 +356,8 @@ impl StripeReader {
     async fn pieces_round(
         &self,
         blocks: &[u8],
-        passed: &Passed,
-        next: &mut u64,
-        end: u64,
-        range: &Range<u64>,
-        sink: &Arc<dyn Sink>,
+        progress: &mut Progress,
+        target: &Target,
     ) -> Result<(), Stop> {
         let Way::Pieces { code, attempt, pieces } = &self.way else { return Ok(()) };
         let cut = self.info.fixed.cut;
@@ -384,20 +385,12 @@ impl StripeReader {
         let program = program.map_err(too_few).map_err(ReadError::Lost)?;
         let program = Arc::new(program);
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
-        self.prove(code, *attempt, &program, &sources, blocks, *next..end)?;
-        let (from, until) = (*next, end);
-        let opens = sources.iter().map(|&source| async move {
-            match self.file_len(source) {
-                // A block past the shard's end: nobody has a file of it.
-                0 => Ok(None),
-                len => self.open(source, from..until, len, passed).await.map(Some),
-            }
-        });
+        self.prove(code, *attempt, &program, &sources, blocks, progress.left.clone())?;
         // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
-        let mut files = all(opens).await?;
-        let mut ready = Some(self.grains(&mut files, *next, passed).await?);
+        let mut files = all(sources.iter().map(|&source| self.open(source, progress))).await?;
+        let mut ready = Some(self.grains(&mut files, progress.left.start).await?);
         while let Some(inputs) = ready.take() {
-            let grain = *next;
+            let grain = progress.left.start;
             let work = async {
                 let program = program.clone();
                 let outputs = blocks.len();
@@ -412,18 +405,18 @@ impl StripeReader {
                 };
                 let decoded = self.reading.workers.run(decode).await??;
                 let decoded = blocks.iter().copied().zip(decoded).collect();
-                self.deliver(decoded, grain, range, sink).await
+                self.deliver(decoded, grain, target).await
             };
             let fetch = async {
-                if grain + 1 < end {
-                    self.grains(&mut files, grain + 1, passed).await.map(Some)
+                if grain + 1 < progress.left.end {
+                    self.grains(&mut files, grain + 1).await.map(Some)
                 } else {
                     Ok(None)
                 }
             };
             let (fetched, worked) = tokio::join!(fetch, work);
             worked?;
-            *next = grain + 1;
+            progress.left.start = grain + 1;
             ready = fetched?;
         }
         Ok(())
@@ -469,7 +462,7 @@ impl StripeReader {
     }
 
     /// Others come first, in this stripe and in the rest of the restore. That is no incident: it may be busy.
-    fn passed_over(&self, slow: &[Holding], passed: &mut Passed) {
+    fn passed_over(&self, slow: &[Holding], passed: &mut BTreeSet<NodeId>) {
         for node in slow.iter().map(|holding| holding.node) {
             passed.insert(node);
             if self.reading.directory.heard(node, false) {
@@ -504,16 +497,14 @@ impl StripeReader {
         }
     }
 
-    /// Checks grains of blocks against the fingerprints of the save and writes what lies in `range`.
+    /// Checks grains of blocks against the fingerprints of the save and writes what is wanted of them.
     async fn deliver(
         &self,
         grains: Vec<(u8, Bytes)>,
         grain: u64,
-        range: &Range<u64>,
-        sink: &Arc<dyn Sink>,
+        target: &Target,
     ) -> Result<(), ReadError> {
-        let (info, key, sink, range) =
-            (self.info.clone(), self.key.clone(), sink.clone(), range.clone());
+        let (info, key, target) = (self.info.clone(), self.key.clone(), target.clone());
         let job = move || -> Result<(), ReadError> {
             let (cut, stripe) = (info.fixed.cut, info.fixed.stripe);
             for (block, bytes) in grains {
@@ -524,11 +515,12 @@ impl StripeReader {
                 let inside = grain * GRAIN_BYTES;
                 let real = cut.block_len(block).saturating_sub(inside).min(bytes.len() as u64);
                 let start = cut.offset_bytes + cut.block_offset(block) + inside;
-                let (from, to) = (range.start.max(start), range.end.min(start + real));
+                let (from, to) =
+                    (target.range.start.max(start), target.range.end.min(start + real));
                 if from < to {
                     let part = &bytes[(from - start) as usize..(to - start) as usize];
-                    sink.write_at(from, part)
-                        .map_err(|source| ReadError::Sink { offset: from, source })?;
+                    let written = target.sink.write_at(from, part);
+                    written.map_err(|source| ReadError::Sink { offset: from, source })?;
                 }
             }
             Ok(())

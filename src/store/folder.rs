@@ -265,14 +265,22 @@ impl Store {
         Ok(files)
     }
 
-    /// At most `limit` shards of which anything is here, in order, from behind `after`.
+    /// The shards of which anything is here, in order, from behind `after`. The names of all are read at once.
+    pub fn shards(
+        &self,
+        after: Option<ShardId>,
+    ) -> Result<impl Iterator<Item = ShardId>, StoreError> {
+        let shards = self.disk().folders(SHARDS)?.into_iter().filter_map(|name| name.parse().ok());
+        Ok(shards.filter(move |shard| after.is_none_or(|after| *shard > after)))
+    }
+
+    /// At most `limit` of [`Store::shards`].
     pub fn list_shards(
         &self,
         after: Option<ShardId>,
         limit: usize,
     ) -> Result<Vec<ShardId>, StoreError> {
-        let shards = self.disk().folders(SHARDS)?.into_iter().filter_map(|name| name.parse().ok());
-        Ok(shards.filter(|shard| after.is_none_or(|after| *shard > after)).take(limit).collect())
+        Ok(self.shards(after)?.take(limit).collect())
     }
 
     /// At most `limit` stripes of a shard of which anything is here, in order, from behind `after`.

@@ -8,63 +8,21 @@
 //! Faults are set from outside: the disk stops at an operation, an operation fails, a sync is a lie or spoils a bit, bits
 //! flip, files are cut, space ends. Same calls, same faults, same seed: same bytes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod faults;
+mod file;
+mod images;
+
+use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use faults::{Effect, Faults, Guard, Outcome};
+use file::{Contents, FileState};
+use images::{DirState, FileNode, Left, Node, image_of_dir, sync_tree};
+
 use super::disk::{Disk, DiskEntry, DiskError, DiskFile, DiskLock, Space, check_path, parent};
-use super::memory_file::{Contents, FileState};
-use crate::entropy::{Entropy, SeededEntropy};
-
-struct FileNode {
-    state: Mutex<FileState>,
-    used: Arc<AtomicU64>,
-}
-
-impl Drop for FileNode {
-    fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.used.fetch_sub(state.space(), Ordering::Relaxed);
-    }
-}
-
-#[derive(Clone)]
-enum Node {
-    File(Arc<FileNode>),
-    Dir(Arc<Mutex<DirState>>),
-}
-
-impl Node {
-    fn same(&self, other: &Node) -> bool {
-        match (self, other) {
-            (Node::File(a), Node::File(b)) => Arc::ptr_eq(a, b),
-            (Node::Dir(a), Node::Dir(b)) => Arc::ptr_eq(a, b),
-            _ => false,
-        }
-    }
-}
-
-/// A folder: the names that are seen and the ones that are durable.
-#[derive(Default)]
-struct DirState {
-    seen: BTreeMap<String, Node>,
-    durable: BTreeMap<String, Node>,
-}
-
-/// What goes wrong, counted in operations and syncs since the disk was made.
-#[derive(Default)]
-struct Faults {
-    operations: u64,
-    syncs: u64,
-    stop_at: Option<u64>,
-    fail_at: Option<u64>,
-    skip_sync_at: Option<u64>,
-    spoil_sync_at: Option<u64>,
-}
-
-/// Asked before each call, and told whether it changes anything; `false` refuses the call.
-type Guard = Arc<dyn Fn(bool) -> bool + Send + Sync>;
+use crate::entropy::SeededEntropy;
 
 struct Shared {
     root: Arc<Mutex<DirState>>,
@@ -83,22 +41,6 @@ pub struct MemoryDisk {
 
 fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What kind of call it is.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Effect {
-    Read,
-    Change,
-    Sync,
-}
-
-/// What becomes of a call that reports success.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Outcome {
-    Done,
-    Skipped,
-    Spoilt,
 }
 
 impl MemoryDisk {
@@ -141,122 +83,9 @@ impl MemoryDisk {
         Self::with(root, self.shared.capacity_bytes.load(Ordering::Relaxed), used)
     }
 
-    /// From the operation after the next `operations` on, nothing works any more: the power is off.
-    /// Operations are everything but reads.
-    pub fn stop_after(&self, operations: u64) {
-        let mut faults = hold(&self.shared.faults);
-        faults.stop_at = Some(faults.operations + operations);
-    }
-
-    /// The operation after the next `operations` fails, once, and has no effect.
-    pub fn fail_after(&self, operations: u64) {
-        let mut faults = hold(&self.shared.faults);
-        faults.fail_at = Some(faults.operations + operations);
-    }
-
-    /// The sync after the next `syncs` (of files and folders) reports success and does nothing, once.
-    pub fn skip_sync_after(&self, syncs: u64) {
-        let mut faults = hold(&self.shared.faults);
-        faults.skip_sync_at = Some(faults.syncs + syncs);
-    }
-
-    /// The sync after the next `syncs` spoils one bit on the medium, if it is one of a file; the page cache
-    /// still has the right one.
-    pub fn spoil_sync_after(&self, syncs: u64) {
-        let mut faults = hold(&self.shared.faults);
-        faults.spoil_sync_at = Some(faults.syncs + syncs);
-    }
-
-    /// From now on `guard` is asked before each call (`true`: the call changes something) and may refuse it.
-    pub fn set_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
-        *hold(&self.shared.guard) = Some(Arc::new(guard));
-    }
-
-    /// How many operations and how many syncs there were.
-    pub fn operations(&self) -> (u64, u64) {
-        let faults = hold(&self.shared.faults);
-        (faults.operations, faults.syncs)
-    }
-
     /// Changes the capacity; what is there stays.
     pub fn set_capacity(&self, capacity_bytes: u64) {
         self.shared.capacity_bytes.store(capacity_bytes, Ordering::Relaxed);
-    }
-
-    /// Flips one bit of a file, in both images. Errors when there is no such bit.
-    pub fn flip_bit(&self, path: &str, bit: u64) -> Result<(), DiskError> {
-        self.with_file(path, |file| file.seen.flip(bit) | file.durable.flip(bit), bit / 8 + 1)
-    }
-
-    /// Flips one bit on the medium only: the page cache still has the right one.
-    pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
-        self.with_file(path, |file| file.durable.flip(bit), bit / 8 + 1)
-    }
-
-    /// Cuts a file to `len_bytes`, or extends it with zeros, in both images.
-    pub fn truncate(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
-        let (before, after) = self.with_file_state(path, |file| {
-            let before = file.space();
-            file.set_len(len_bytes);
-            (before, file.space())
-        })?;
-        self.shared.used.fetch_add(after, Ordering::Relaxed);
-        self.shared.used.fetch_sub(before, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn with_file(
-        &self,
-        path: &str,
-        change: impl FnOnce(&mut FileState) -> bool,
-        end_bytes: u64,
-    ) -> Result<(), DiskError> {
-        if self.with_file_state(path, change)? {
-            return Ok(());
-        }
-        Err(DiskError::Short { path: path.to_owned(), end_bytes })
-    }
-
-    fn with_file_state<T>(
-        &self,
-        path: &str,
-        change: impl FnOnce(&mut FileState) -> T,
-    ) -> Result<T, DiskError> {
-        match self.node(path)? {
-            Node::File(file) => Ok(change(&mut hold(&file.state))),
-            Node::Dir(_) => Err(wrong(path, "not a file")),
-        }
-    }
-
-    /// Counts an operation and applies the faults.
-    fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
-        let guard = hold(&self.shared.guard).clone();
-        if guard.is_some_and(|guard| !guard(effect != Effect::Read)) {
-            return Err(wrong(path, "the disk is off"));
-        }
-        let mut faults = hold(&self.shared.faults);
-        let number = faults.operations;
-        if faults.stop_at.is_some_and(|stop| number >= stop) {
-            return Err(wrong(path, "the disk is off"));
-        }
-        if effect == Effect::Read {
-            return Ok(Outcome::Done);
-        }
-        faults.operations += 1;
-        if faults.fail_at.take_if(|at| *at == number).is_some() {
-            return Err(wrong(path, "an injected fault"));
-        }
-        if effect == Effect::Sync {
-            let sync = faults.syncs;
-            faults.syncs += 1;
-            if faults.skip_sync_at.take_if(|at| *at == sync).is_some() {
-                return Ok(Outcome::Skipped);
-            }
-            if faults.spoil_sync_at.take_if(|at| *at == sync).is_some() {
-                return Ok(Outcome::Spoilt);
-            }
-        }
-        Ok(Outcome::Done)
     }
 
     fn node(&self, path: &str) -> Result<Node, DiskError> {
@@ -298,71 +127,6 @@ fn missing(path: &str) -> DiskError {
 
 fn wrong(path: &str, why: &'static str) -> DiskError {
     DiskError::Io { op: "use", path: path.to_owned(), source: io::Error::other(why) }
-}
-
-/// What a power cut leaves.
-#[derive(Clone, Copy)]
-enum Left<'a> {
-    /// What was synced.
-    Synced,
-    /// That, and of the rest what the coin says.
-    Torn(&'a SeededEntropy),
-    /// All that was seen.
-    All,
-}
-
-/// What a power cut leaves of a folder and all below it.
-fn image_of_dir(
-    dir: &Mutex<DirState>,
-    left: Left<'_>,
-    used: &Arc<AtomicU64>,
-) -> Arc<Mutex<DirState>> {
-    let dir = hold(dir);
-    let mut kept = match left {
-        Left::All => dir.seen.clone(),
-        Left::Synced | Left::Torn(_) => dir.durable.clone(),
-    };
-    if let Left::Torn(coin) = left {
-        let names: BTreeSet<&String> = dir.seen.keys().chain(dir.durable.keys()).collect();
-        for name in names {
-            let (seen, durable) = (dir.seen.get(name), dir.durable.get(name));
-            let same = seen.zip(durable).is_some_and(|(a, b)| a.same(b));
-            match seen {
-                _ if same || coin.below(2) == 0 => {}
-                Some(node) => drop(kept.insert(name.clone(), node.clone())),
-                None => drop(kept.remove(name)),
-            }
-        }
-    }
-    let image = |node: &Node| match node {
-        Node::Dir(dir) => Node::Dir(image_of_dir(dir, left, used)),
-        Node::File(file) => {
-            let state = hold(&file.state);
-            let contents = match left {
-                Left::Synced => state.durable.clone(),
-                Left::Torn(coin) => state.torn(coin),
-                Left::All => state.seen.clone(),
-            };
-            used.fetch_add(contents.len, Ordering::Relaxed);
-            let state = Mutex::new(FileState::synced(contents));
-            Node::File(Arc::new(FileNode { state, used: used.clone() }))
-        }
-    };
-    let seen: BTreeMap<_, _> =
-        kept.iter().map(|(name, node)| (name.clone(), image(node))).collect();
-    Arc::new(Mutex::new(DirState { durable: seen.clone(), seen }))
-}
-
-/// Makes a folder and all below it durable as they are seen.
-fn sync_tree(dir: &Mutex<DirState>) {
-    let mut dir = hold(dir);
-    for node in dir.seen.values() {
-        match node {
-            Node::File(file) => hold(&file.state).sync(),
-            Node::Dir(dir) => sync_tree(dir),
-        }
-    }
-    dir.durable = dir.seen.clone();
 }
 
 impl Disk for MemoryDisk {
@@ -560,8 +324,10 @@ impl DiskFile for MemoryFile {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use super::file::SECTOR;
     use super::*;
-    use crate::store::memory_file::SECTOR;
 
     fn read(disk: &MemoryDisk, path: &str) -> Result<Vec<u8>, DiskError> {
         let file = disk.open(path)?;

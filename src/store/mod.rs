@@ -28,7 +28,6 @@ mod graves;
 mod index;
 pub mod kv;
 mod memory_disk;
-mod memory_file;
 mod memory_kv;
 mod names;
 mod piece_writer;

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::NodeAddress;
-#[allow(unused_imports)] // named in the documentation
+#[cfg(doc)]
 use super::calls::*;
 use crate::code::CodeId;
 use crate::format::file::FileName;

@@ -2,8 +2,10 @@
 //!
 //! Tests are built optimised and with their assertions: an overflow that a release would wrap is a find here.
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::cargo;
 
 /// Where the targets are listed, as `module::name,`.
 const TARGETS: &str = include_str!("../../tests/fuzz.rs");
@@ -57,24 +59,16 @@ pub fn fuzz(fuzz: &Fuzz) -> ExitCode {
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs())
     });
     println!("seed {seed}, {} s", fuzz.seconds);
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command
-        .args(["test", "--locked", "--package", "rapidraid", "--test", "fuzz", "--"])
-        .args(["--nocapture", "--test-threads", "1"])
-        .env("RAPIDRAID_FUZZ_SEED", seed.to_string())
-        .env("RAPIDRAID_FUZZ_SECONDS", fuzz.seconds.to_string());
+    let mut arguments = vec!["--test-threads", "1"];
+    let mut settings = vec![
+        ("RAPIDRAID_FUZZ_SEED", seed.to_string()),
+        ("RAPIDRAID_FUZZ_SECONDS", fuzz.seconds.to_string()),
+    ];
     if let Some(target) = &fuzz.target {
-        command.args(["--exact", target]).env("RAPIDRAID_FUZZ_TARGET", target);
+        arguments.extend(["--exact", target]);
+        settings.push(("RAPIDRAID_FUZZ_TARGET", target.clone()));
     }
-    match command.status() {
-        Ok(status) if status.success() => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("cannot start cargo: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    cargo::test("fuzz", &arguments, settings)
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! `cargo xtask kills`: real daemons that are killed, by the tests `kills` and `sixteen`. The environment says how much of it.
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
+
+use crate::cargo;
 
 /// What to play.
 #[derive(Debug, PartialEq, Eq)]
@@ -61,23 +63,10 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
 
 /// Plays it, and shows what the tests say while they run.
 pub fn kills(kills: &Kills) -> ExitCode {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command.args(["test", "--locked", "--package", "rapidraid", "--test", kills.test]);
     // One after the other: what is measured has the machine for itself.
-    command.args(["--", "--nocapture", "--test-threads", "1", kills.only]);
-    for skip in kills.skip {
-        command.args(["--skip", skip]);
-    }
-    command.envs(kills.settings.iter().map(|(name, value)| (*name, value)));
-    match command.status() {
-        Ok(status) if status.success() => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("cannot start cargo: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let mut arguments = vec!["--test-threads", "1", kills.only];
+    arguments.extend(kills.skip.iter().flat_map(|skip| ["--skip", skip]));
+    cargo::test(kills.test, &arguments, kills.settings.iter().cloned())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! never in silence. The last line is always `N passed, N failed`.
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
+mod cargo;
 mod fuzz;
 mod kills;
 mod mutants;

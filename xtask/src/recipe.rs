@@ -1,6 +1,5 @@
 //! The steps of `cargo xtask test`.
 
-use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -9,6 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
+use crate::cargo::cargo;
 use crate::tally::{self, Runner, Tally};
 
 /// A run of the recipe: what it counted and what it left out.
@@ -129,8 +129,7 @@ impl Run {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
-        let mut command = Command::new(cargo);
+        let mut command = cargo();
         command.args(arguments).current_dir(&self.root);
         command
     }

@@ -2,7 +2,9 @@
 //!
 //! Tests are built optimised and with their assertions, so nothing is gained by another profile.
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
+
+use crate::cargo;
 
 /// What to play.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,20 +46,8 @@ pub fn parse(arguments: &[&str]) -> Result<Soak, String> {
 
 /// Plays it, and shows what the test says: how many runs a second, and the first that failed.
 pub fn soak(soak: &Soak) -> ExitCode {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
-        .args(["test", "--locked", "--package", "rapidraid", "--test", soak.test])
-        .args(["--", "--nocapture"])
-        .envs(soak.settings.iter().map(|(name, value)| (*name, value.to_string())))
-        .status();
-    match status {
-        Ok(status) if status.success() => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("cannot start cargo: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let settings = soak.settings.iter().map(|(name, value)| (*name, value.to_string()));
+    cargo::test(soak.test, &[], settings)
 }
 
 #[cfg(test)]

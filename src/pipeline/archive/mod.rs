@@ -228,6 +228,34 @@ impl Drop for Tenure {
     }
 }
 
+/// An archiving that this coordinator has, or is about to have, under its lease.
+struct Claim {
+    key: String,
+    job: Job,
+    step: Step,
+    options: ArchiveOptions,
+    /// How often it failed before.
+    failures: u32,
+    tenure: Tenure,
+}
+
+impl Claim {
+    async fn begin(
+        coordinator: &Coordinator,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+    ) -> Result<Self, CatalogueError> {
+        let (key, tenure) = (archiving_key(job, step), Tenure::begin(coordinator).await?);
+        Ok(Self { key, job: job.clone(), step, options, failures: 0, tenure })
+    }
+
+    /// What the catalogue has while `node` is at it.
+    fn record(&self, node: NodeId) -> Archiving {
+        Archiving { node, lease: self.tenure.lease, options: self.options, waiting: None }
+    }
+}
+
 /// What an archiving has to say while it runs. Lost when nobody listens; the work goes on.
 pub type Events = mpsc::Sender<ArchiveEvent>;
 
@@ -265,9 +293,8 @@ impl Coordinator {
         options: ArchiveOptions,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let tenure = Tenure::begin(self).await?;
-        let failures = self.claim(job, step, options, &tenure).await?;
-        self.carry_out(job, step, options, events, &tenure, failures).await
+        let claim = self.claim(job, step, options).await?;
+        self.carry_out(&claim, events).await
     }
 
     /// Goes on with the archiving that was `found` under `revision`, unless somebody else has been at it since: what he left waits anew.
@@ -278,53 +305,41 @@ impl Coordinator {
         (found, revision): (Archiving, u64),
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let tenure = Tenure::begin(self).await?;
-        let (options, failures) = (found.options, found.failures());
-        let ours = Archiving { node: self.me, lease: tenure.lease, options, waiting: None };
-        let key = archiving_key(job, step);
+        let mut claim = Claim::begin(self, job, step, found.options).await?;
+        claim.failures = found.failures();
         about_to(Stage::Wish, format_args!("{job}/{step}"));
-        match write(&*self.catalogue, &key, Some(revision), &ours).await? {
-            Written::Set(_) => self.carry_out(job, step, options, events, &tenure, failures).await,
-            Written::Other(_) => Ok(self.catalogue.lease_revoke(tenure.lease).await?),
+        match write(&*self.catalogue, &claim.key, Some(revision), &claim.record(self.me)).await? {
+            Written::Set(_) => self.carry_out(&claim, events).await,
+            Written::Other(_) => Ok(self.catalogue.lease_revoke(claim.tenure.lease).await?),
         }
     }
 
     /// Archives what is claimed, and ends the claim or leaves it to wait.
-    async fn carry_out(
-        &self,
-        job: &Job,
-        step: Step,
-        options: ArchiveOptions,
-        events: &Events,
-        tenure: &Tenure,
-        failures: u32,
-    ) -> Result<(), ArchiveError> {
-        let result = self.archive_claimed(job, step, options, events, tenure.lease).await;
+    async fn carry_out(&self, claim: &Claim, events: &Events) -> Result<(), ArchiveError> {
+        let result = self.archive_claimed(claim, events).await;
         let why = match &result {
             Ok(0) => None,
             Ok(undropped) => Some(format!("replicas of {undropped} stripes wait to be dropped")),
             Err(error) => error.kind().is_transient().then(|| error.to_string()),
         };
         let waiting = why.map(|why| Waiting {
-            failures: failures.saturating_add(1),
+            failures: claim.failures.saturating_add(1),
             why: why.chars().take(MAX_WHY_CHARS).collect(),
         });
         // Where this fails, the lease ends by itself, and the record stands as if its coordinator had died.
-        let ended = self.unclaim(job, step, tenure, waiting).await;
+        let ended = self.unclaim(claim, waiting).await;
         result.and(ended)
     }
 
-    /// Records the archiving, or takes over one whose coordinator is gone; gives how often it failed so far.
+    /// Records the archiving, or takes over one whose coordinator is gone.
     async fn claim(
         &self,
         job: &Job,
         step: Step,
         options: ArchiveOptions,
-        tenure: &Tenure,
-    ) -> Result<u32, ArchiveError> {
-        let key = archiving_key(job, step);
-        let ours = Archiving { node: self.me, lease: tenure.lease, options, waiting: None };
-        let mut current = read::<Archiving>(&*self.catalogue, &key).await?;
+    ) -> Result<Claim, ArchiveError> {
+        let mut claim = Claim::begin(self, job, step, options).await?;
+        let mut current = read::<Archiving>(&*self.catalogue, &claim.key).await?;
         loop {
             if let Some((other, _)) = &current
                 && self.catalogue.lease_touch(other.lease, false).await?
@@ -332,47 +347,36 @@ impl Coordinator {
                 let owner = self.directory().await?.name(other.node);
                 return Err(ArchiveError::Owned { what: format!("{job}/{step}"), owner });
             }
-            let failures = current.as_ref().map_or(0, |(other, _)| other.failures());
+            claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures());
             let revision = current.map(|(_, revision)| revision);
             about_to(Stage::Wish, format_args!("{job}/{step}"));
-            match write(&*self.catalogue, &key, revision, &ours).await? {
-                Written::Set(_) => return Ok(failures),
+            match write(&*self.catalogue, &claim.key, revision, &claim.record(self.me)).await? {
+                Written::Set(_) => return Ok(claim),
                 Written::Other(other) => current = other,
             }
         }
     }
 
     /// Ends the claim, or leaves it for whoever tries again, and gives the lease back.
-    async fn unclaim(
-        &self,
-        job: &Job,
-        step: Step,
-        tenure: &Tenure,
-        waiting: Option<Waiting>,
-    ) -> Result<(), ArchiveError> {
-        let key = archiving_key(job, step);
+    async fn unclaim(&self, claim: &Claim, waiting: Option<Waiting>) -> Result<(), ArchiveError> {
+        let Claim { key, job, step, tenure, .. } = claim;
         about_to(Stage::Done, format_args!("{job}/{step}"));
-        if let Some((claim, revision)) = read::<Archiving>(&*self.catalogue, &key).await?
-            && claim.lease == tenure.lease
+        if let Some((found, revision)) = read::<Archiving>(&*self.catalogue, key).await?
+            && found.lease == tenure.lease
         {
             // Somebody who took over meanwhile keeps it.
-            let left = waiting.map(|waiting| Archiving { waiting: Some(waiting), ..claim });
+            let left = waiting.map(|waiting| Archiving { waiting: Some(waiting), ..found });
             let left = left.map(|left| left.to_bytes()).transpose();
             let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
-            self.catalogue.set(&key, Some(revision), left).await?;
+            self.catalogue.set(key, Some(revision), left).await?;
         }
         Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
     /// Answers with the number of stripes whose replicas are not all confirmed to be dropped.
-    async fn archive_claimed(
-        &self,
-        job: &Job,
-        step: Step,
-        options: ArchiveOptions,
-        events: &Events,
-        lease: LeaseId,
-    ) -> Result<u64, ArchiveError> {
+    async fn archive_claimed(&self, claim: &Claim, events: &Events) -> Result<u64, ArchiveError> {
+        let Claim { job, step, options, tenure, .. } = claim;
+        let (step, options) = (*step, *options);
         let not_found = || ArchiveError::NotFound { job: job.clone(), step };
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed).ok_or_else(not_found)?;
@@ -385,7 +389,7 @@ impl Coordinator {
         let mut jobs = Vec::new();
         let mut total_bytes = 0;
         for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
-            let shard = Arc::new(OwnedShard::take(self, root, options, lease).await?);
+            let shard = Arc::new(OwnedShard::take(self, root, options, tenure.lease).await?);
             for index in shard.unfinished().await {
                 total_bytes += shard.stripe_bytes(index);
                 jobs.push((shard.clone(), index));

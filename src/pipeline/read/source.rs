@@ -1,7 +1,6 @@
 //! A file on a node as a source of a stripe: opened against what the record or receipt says it is, then read grain by grain, each
 //! verified by the file's own tree before anybody uses it.
 
-use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,7 +8,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
 use super::way::Holding;
-use super::{Passed, ReadError, StripeReader};
+use super::{Progress, ReadError, StripeReader};
 use crate::clock::deadline;
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
@@ -30,6 +29,8 @@ const OPEN_LIMIT: Duration = Duration::from_secs(12);
 /// One open file, read grain by grain. A block past the shard's end has none, and is all zero.
 pub(super) struct OpenFile {
     holding: Holding,
+    /// Its node was passed over before: it is waited for as long as it has to be.
+    is_patient: bool,
     open: Option<(Exchange, GrainTree)>,
 }
 
@@ -93,26 +94,25 @@ pub(super) async fn all<T>(
 
 impl StripeReader {
     /// Data bytes of a source's file.
-    pub(super) fn file_len(&self, source: Holding) -> u64 {
+    fn file_len(&self, source: Holding) -> u64 {
         match source.file {
             FileName::Replica { block } => self.info.fixed.cut.block_len(block),
             FileName::Piece { .. } => self.info.fixed.cut.block_bytes,
         }
     }
 
-    /// Opens a source for `grains`; its file has `len` bytes. `passed` are the nodes that this reader has passed over.
+    /// Opens a source for what is left to read.
     pub(super) async fn open(
         &self,
         holding: Holding,
-        grains: Range<u64>,
-        len: u64,
-        passed: &Passed,
+        progress: &Progress,
     ) -> Result<OpenFile, Stop> {
+        let (len, grains) = (self.file_len(holding), &progress.left);
+        let is_patient = progress.passed.contains(&holding.node);
         if len == 0 {
-            return Ok(OpenFile { holding, open: None });
+            return Ok(OpenFile { holding, is_patient, open: None });
         }
         let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
-        let is_patient = passed.contains(&holding.node);
         let to = self.reading.directory.address(holding.node);
         let to = address(&to.ok_or_else(|| stop("it is not registered".into(), Fault::Gone))?);
         let from = (grains.start * GRAIN_BYTES).min(len);
@@ -153,21 +153,15 @@ impl StripeReader {
         if answer.len_bytes != len || tree.root() != holding.root {
             return Err(stop("its hashes are not those of the record".into(), Fault::Rotten));
         }
-        Ok(OpenFile { holding, open: Some((exchange, tree)) })
+        Ok(OpenFile { holding, is_patient, open: Some((exchange, tree)) })
     }
 
     /// The next grain of a file, verified by its hash; empty past its end.
-    pub(super) async fn grain(
-        &self,
-        file: &mut OpenFile,
-        grain: u64,
-        len: u64,
-        passed: &Passed,
-    ) -> Result<Bytes, Stop> {
-        let holding = file.holding;
+    pub(super) async fn grain(&self, file: &mut OpenFile, grain: u64) -> Result<Bytes, Stop> {
+        let OpenFile { holding, is_patient, .. } = *file;
         let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
-        let is_patient = passed.contains(&holding.node);
-        let want = len.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
+        let left = self.file_len(holding).saturating_sub(grain * GRAIN_BYTES);
+        let want = left.min(GRAIN_BYTES) as usize;
         let Some((exchange, tree)) = file.open.as_mut().filter(|_| want > 0) else {
             return Ok(Bytes::new());
         };
@@ -186,18 +180,15 @@ impl StripeReader {
         }
     }
 
-    /// One grain of each source, padded; `None` is one that is all zero.
+    /// One grain of each source, padded.
     pub(super) async fn grains(
         &self,
-        files: &mut [Option<OpenFile>],
+        files: &mut [OpenFile],
         grain: u64,
-        passed: &Passed,
     ) -> Result<Vec<Bytes>, Stop> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
-            let Some(file) = file else { return Ok(vec![0; padded].into()) };
-            let len = self.file_len(file.holding);
-            let bytes = self.grain(file, grain, len, passed).await?;
+            let bytes = self.grain(file, grain).await?;
             if bytes.len() == padded {
                 return Ok(bytes);
             }

@@ -5,13 +5,13 @@
 use std::collections::BTreeMap;
 
 use super::ReadError;
+use super::inspect::Held;
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
 use crate::pipeline::records::StripeInfo;
 use crate::topology::Directory;
-use crate::wire::calls::FileView;
 
 /// A file on a node, and the BLAKE3 that it must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,42 +59,95 @@ impl std::fmt::Display for Lost {
     }
 }
 
-/// The way to read `blocks` with what the nodes hold, if there is one.
-pub(super) fn find_way(
-    root: &ShardRoot,
-    info: &StripeInfo,
-    state: StripeState,
-    receipt: Option<&Receipt>,
-    blocks: &[u8],
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> Result<Option<Way>, ReadError> {
-    let replicas: BTreeMap<u8, Vec<Holding>> =
-        blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
-    let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
-    if replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty()) {
-        return Ok(Some(Way::Replicas(replicas)));
+/// What is wanted of a stripe, and what the records say of it.
+pub(super) struct Wanted<'a> {
+    pub root: &'a ShardRoot,
+    pub info: &'a StripeInfo,
+    pub state: StripeState,
+    pub receipt: Option<&'a Receipt>,
+    pub blocks: &'a [u8],
+}
+
+impl Wanted<'_> {
+    /// The way to read it with what the nodes hold, if there is one.
+    pub(super) fn find_way(&self, held: &Held) -> Result<Option<Way>, ReadError> {
+        let &Wanted { root, info, state, receipt, blocks } = self;
+        let replicas: BTreeMap<u8, Vec<Holding>> =
+            blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
+        let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
+        if replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty()) {
+            return Ok(Some(Way::Replicas(replicas)));
+        }
+        let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
+        let unknown =
+            || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
+        let code = table::by_id(code).ok_or_else(unknown)?;
+        if code.n() != usize::from(root.n) || code.k() != usize::from(root.k) {
+            return Err(unknown());
+        }
+        let pieces = pieces_of(info, attempt, &code, receipt, held);
+        let available: Vec<usize> = pieces.keys().copied().collect();
+        let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
+        match reconstruct(&code, &available, &wanted) {
+            Ok(_) => Ok(Some(Way::Pieces { code, attempt, pieces })),
+            Err(_) => Ok(None),
+        }
     }
-    let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
-    let unknown = || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
-    let code = table::by_id(code).ok_or_else(unknown)?;
-    if code.n() != usize::from(root.n) || code.k() != usize::from(root.k) {
-        return Err(unknown());
-    }
-    let pieces = pieces_of(info, attempt, &code, receipt, held);
-    let available: Vec<usize> = pieces.keys().copied().collect();
-    let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
-    match reconstruct(&code, &available, &wanted) {
-        Ok(_) => Ok(Some(Way::Pieces { code, attempt, pieces })),
-        Err(_) => Ok(None),
+
+    /// What it needs and what is missing, when there is no way.
+    pub(super) fn explain(&self, directory: &Directory, held: &Held) -> Lost {
+        let &Wanted { root, info, state, receipt, blocks } = self;
+        let (n, k) = (usize::from(root.n), usize::from(root.k));
+        let gone = |node: NodeId| {
+            if held.contains_key(&node) { "has it no more" } else { "is not reached" }
+        };
+        let mut missing = Vec::new();
+        let needs = match (state, receipt) {
+            (StripeState::Archived { .. }, Some(receipt)) => {
+                for piece in &receipt.pieces {
+                    let file = match piece.form {
+                        PieceForm::File => {
+                            FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
+                        }
+                        PieceForm::Replica { block } => FileName::Replica { block },
+                    };
+                    let files = held.get(&piece.node);
+                    if !files.is_some_and(|files| {
+                        files.iter().any(|view| view.file == file && view.root == piece.root)
+                    }) {
+                        let (number, node) = (piece.piece + 1, directory.name(piece.node));
+                        missing.push(format!("piece {number} (node {node} {})", gone(piece.node)));
+                    }
+                }
+                format!("{k} of its {n} pieces")
+            }
+            (StripeState::Archived { .. }, None) => {
+                missing.push("its receipt, which would name the pieces".into());
+                format!("{k} of its {n} pieces")
+            }
+            _ => {
+                for &block in blocks {
+                    if info.fixed.cut.block_len(block) > 0
+                        && replicas_of(info, block, held).is_empty()
+                    {
+                        let layout = Layout::new(n, k).into_iter();
+                        let at = layout.flat_map(|layout| layout.holders(block.into()));
+                        let nodes = at.filter_map(|position| info.places.get(position));
+                        let nodes: Vec<String> = nodes
+                            .map(|&node| format!("{} {}", directory.name(node), gone(node)))
+                            .collect();
+                        missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
+                    }
+                }
+                "one replica of each block".into()
+            }
+        };
+        Lost { shard: root.name.to_string(), stripe: info.fixed.stripe.index, needs, missing }
     }
 }
 
 /// Good replicas of a block, spread: which holder comes first depends on the block.
-fn replicas_of(
-    info: &StripeInfo,
-    block: u8,
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> Vec<Holding> {
+fn replicas_of(info: &StripeInfo, block: u8, held: &Held) -> Vec<Holding> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
     let file = FileName::Replica { block };
     let mut holders: Vec<Holding> = held
@@ -120,7 +173,7 @@ fn pieces_of(
     attempt: Attempt,
     code: &Code,
     receipt: Option<&Receipt>,
-    held: &BTreeMap<NodeId, Vec<FileView>>,
+    held: &Held,
 ) -> BTreeMap<usize, Holding> {
     let mut pieces = BTreeMap::new();
     for (&node, files) in held {
@@ -155,60 +208,4 @@ fn pieces_of(
         }
     }
     pieces
-}
-
-/// What a stripe without a way needs, and what is missing.
-pub(super) fn explain(
-    directory: &Directory,
-    root: &ShardRoot,
-    info: &StripeInfo,
-    state: StripeState,
-    receipt: Option<&Receipt>,
-    blocks: &[u8],
-    held: &BTreeMap<NodeId, Vec<FileView>>,
-) -> Lost {
-    let (n, k) = (usize::from(root.n), usize::from(root.k));
-    let gone =
-        |node: NodeId| if held.contains_key(&node) { "has it no more" } else { "is not reached" };
-    let mut missing = Vec::new();
-    let needs = match (state, receipt) {
-        (StripeState::Archived { .. }, Some(receipt)) => {
-            for piece in &receipt.pieces {
-                let file = match piece.form {
-                    PieceForm::File => {
-                        FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
-                    }
-                    PieceForm::Replica { block } => FileName::Replica { block },
-                };
-                let files = held.get(&piece.node);
-                if !files.is_some_and(|files| {
-                    files.iter().any(|view| view.file == file && view.root == piece.root)
-                }) {
-                    let (number, node) = (piece.piece + 1, directory.name(piece.node));
-                    missing.push(format!("piece {number} (node {node} {})", gone(piece.node)));
-                }
-            }
-            format!("{k} of its {n} pieces")
-        }
-        (StripeState::Archived { .. }, None) => {
-            missing.push("its receipt, which would name the pieces".into());
-            format!("{k} of its {n} pieces")
-        }
-        _ => {
-            for &block in blocks {
-                if info.fixed.cut.block_len(block) > 0 && replicas_of(info, block, held).is_empty()
-                {
-                    let layout = Layout::new(n, k).into_iter();
-                    let at = layout.flat_map(|layout| layout.holders(block.into()));
-                    let nodes = at.filter_map(|position| info.places.get(position));
-                    let nodes: Vec<String> = nodes
-                        .map(|&node| format!("{} {}", directory.name(node), gone(node)))
-                        .collect();
-                    missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
-                }
-            }
-            "one replica of each block".into()
-        }
-    };
-    Lost { shard: root.name.to_string(), stripe: info.fixed.stripe.index, needs, missing }
 }

@@ -1,0 +1,154 @@
+//! What goes wrong with a disk in memory: by order, counted in operations and syncs, or at once.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::file::FileState;
+use super::images::Node;
+use super::{MemoryDisk, hold, wrong};
+use crate::store::disk::DiskError;
+
+/// What goes wrong, counted in operations and syncs since the disk was made.
+#[derive(Default)]
+pub(super) struct Faults {
+    operations: u64,
+    syncs: u64,
+    stop_at: Option<u64>,
+    fail_at: Option<u64>,
+    skip_sync_at: Option<u64>,
+    spoil_sync_at: Option<u64>,
+}
+
+/// Asked before each call, and told whether it changes anything; `false` refuses the call.
+pub(super) type Guard = Arc<dyn Fn(bool) -> bool + Send + Sync>;
+
+/// What kind of call it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Effect {
+    Read,
+    Change,
+    Sync,
+}
+
+/// What becomes of a call that reports success.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Done,
+    Skipped,
+    Spoilt,
+}
+
+impl MemoryDisk {
+    /// From the operation after the next `operations` on, nothing works any more: the power is off.
+    /// Operations are everything but reads.
+    pub fn stop_after(&self, operations: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.stop_at = Some(faults.operations + operations);
+    }
+
+    /// The operation after the next `operations` fails, once, and has no effect.
+    pub fn fail_after(&self, operations: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.fail_at = Some(faults.operations + operations);
+    }
+
+    /// The sync after the next `syncs` (of files and folders) reports success and does nothing, once.
+    pub fn skip_sync_after(&self, syncs: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.skip_sync_at = Some(faults.syncs + syncs);
+    }
+
+    /// The sync after the next `syncs` spoils one bit on the medium, if it is one of a file; the page cache
+    /// still has the right one.
+    pub fn spoil_sync_after(&self, syncs: u64) {
+        let mut faults = hold(&self.shared.faults);
+        faults.spoil_sync_at = Some(faults.syncs + syncs);
+    }
+
+    /// From now on `guard` is asked before each call (`true`: the call changes something) and may refuse it.
+    pub fn set_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
+        *hold(&self.shared.guard) = Some(Arc::new(guard));
+    }
+
+    /// How many operations and how many syncs there were.
+    pub fn operations(&self) -> (u64, u64) {
+        let faults = hold(&self.shared.faults);
+        (faults.operations, faults.syncs)
+    }
+
+    /// Flips one bit of a file, in both images. Errors when there is no such bit.
+    pub fn flip_bit(&self, path: &str, bit: u64) -> Result<(), DiskError> {
+        self.with_file(path, |file| file.seen.flip(bit) | file.durable.flip(bit), bit / 8 + 1)
+    }
+
+    /// Flips one bit on the medium only: the page cache still has the right one.
+    pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
+        self.with_file(path, |file| file.durable.flip(bit), bit / 8 + 1)
+    }
+
+    /// Cuts a file to `len_bytes`, or extends it with zeros, in both images.
+    pub fn truncate(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
+        let (before, after) = self.with_file_state(path, |file| {
+            let before = file.space();
+            file.set_len(len_bytes);
+            (before, file.space())
+        })?;
+        self.shared.used.fetch_add(after, Ordering::Relaxed);
+        self.shared.used.fetch_sub(before, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn with_file(
+        &self,
+        path: &str,
+        change: impl FnOnce(&mut FileState) -> bool,
+        end_bytes: u64,
+    ) -> Result<(), DiskError> {
+        if self.with_file_state(path, change)? {
+            return Ok(());
+        }
+        Err(DiskError::Short { path: path.to_owned(), end_bytes })
+    }
+
+    fn with_file_state<T>(
+        &self,
+        path: &str,
+        change: impl FnOnce(&mut FileState) -> T,
+    ) -> Result<T, DiskError> {
+        match self.node(path)? {
+            Node::File(file) => Ok(change(&mut hold(&file.state))),
+            Node::Dir(_) => Err(wrong(path, "not a file")),
+        }
+    }
+
+    /// Counts an operation and applies the faults.
+    pub(super) fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
+        let guard = hold(&self.shared.guard).clone();
+        if guard.is_some_and(|guard| !guard(effect != Effect::Read)) {
+            return Err(wrong(path, "the disk is off"));
+        }
+        let mut faults = hold(&self.shared.faults);
+        let number = faults.operations;
+        if faults.stop_at.is_some_and(|stop| number >= stop) {
+            return Err(wrong(path, "the disk is off"));
+        }
+        if effect == Effect::Read {
+            return Ok(Outcome::Done);
+        }
+        faults.operations += 1;
+        if faults.fail_at.take_if(|at| *at == number).is_some() {
+            return Err(wrong(path, "an injected fault"));
+        }
+        if effect == Effect::Sync {
+            let sync = faults.syncs;
+            faults.syncs += 1;
+            if faults.skip_sync_at.take_if(|at| *at == sync).is_some() {
+                return Ok(Outcome::Skipped);
+            }
+            if faults.spoil_sync_at.take_if(|at| *at == sync).is_some() {
+                return Ok(Outcome::Spoilt);
+            }
+        }
+        Ok(Outcome::Done)
+    }
+}

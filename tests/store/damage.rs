@@ -1,0 +1,130 @@
+//! Damage: bits that flip, files that are cut or under another name, a medium that changes what was written.
+
+use std::sync::Arc;
+
+use rapidraid::format::file::FileKey;
+use rapidraid::id::{Attempt, ClusterId, StripeId};
+use rapidraid::kind::Kind;
+use rapidraid::store::{Disk, MemoryKv, Reconciled, Scope, Store, StoreError};
+use rapidraid::units::GRAIN_BYTES;
+
+use super::{
+    ATTEMPT, G, REPLICA, STRIPE, content, is_absent, name, new_store, open, piece_key, piece_spec,
+    read_verified, write_block, write_piece,
+};
+
+#[test]
+fn flipped_bits_and_cut_files_are_found_and_not_used() {
+    let data = content(3 * G + 500);
+    let (disk, store) = new_store();
+    write_block(&store, &data).unwrap();
+    let path = format!("shards/{REPLICA}");
+    disk.flip_bit(&path, (G as u64 + 5) * 8).unwrap();
+    let file = store.open_file(REPLICA).unwrap();
+    let mut buf = vec![0; data.len()];
+    read_verified(&file, 0, &mut buf[..G]).unwrap();
+    let error = read_verified(&file, 0, &mut buf).unwrap_err();
+    assert!(matches!(error, StoreError::Grain { grain: 1, .. }) && error.kind() == Kind::Corrupt);
+    assert_eq!(file.scrub(), [1]);
+    disk.flip_bit_on_medium(&path, 3 * G as u64 * 8).unwrap();
+    assert_eq!(file.scrub(), [1, 3], "scrub asks the medium");
+    read_verified(&file, 3 * G, &mut buf[3 * G..]).expect("the page cache does not know yet");
+
+    let file_bytes = file.info().file_bytes;
+    for byte in data.len() as u64..file_bytes {
+        disk.flip_bit(&path, byte * 8).unwrap();
+        assert_eq!(store.open_file(REPLICA).err().unwrap().kind(), Kind::Corrupt, "byte {byte}");
+        disk.flip_bit(&path, byte * 8).unwrap();
+    }
+    assert!(store.open_file(REPLICA).is_ok());
+    for len in [file_bytes - 1, file_bytes - 32, data.len() as u64, 31, 0] {
+        disk.truncate(&path, len).unwrap();
+        assert_eq!(store.open_file(REPLICA).err().unwrap().kind(), Kind::Corrupt, "cut to {len}");
+    }
+    drop(store);
+    let (store, report) = open(&disk);
+    assert_eq!(report, Reconciled { quarantined: 1, ..Default::default() });
+    assert!(is_absent(&store, REPLICA));
+    assert_eq!(open(&disk.crash()).0.totals().quarantined, 1);
+}
+
+#[test]
+fn a_file_under_another_name_is_not_taken_for_it() {
+    let data = content(G);
+    let other_attempt = FileKey::piece(STRIPE, 7, Attempt([9; 16]));
+    let other_stripe = FileKey::piece(StripeId { index: 4, ..STRIPE }, 7, ATTEMPT);
+    for key in [other_attempt, other_stripe, FileKey::piece(STRIPE, 8, ATTEMPT)] {
+        let (disk, store) = new_store();
+        write_piece(&store, &data).unwrap();
+        store.put_small(Scope::Stripe(key.stripe), "record", b"x").unwrap();
+        disk.rename(&format!("shards/{}", piece_key()), &format!("shards/{key}")).unwrap();
+        let error = store.open_file(key).err().unwrap();
+        assert!(matches!(error, StoreError::Misplaced { .. }) && error.kind() == Kind::Corrupt);
+        drop(store);
+        let (store, report) = open(&disk);
+        assert_eq!(report, Reconciled { quarantined: 1, ..Default::default() });
+        assert!(is_absent(&store, key) && is_absent(&store, piece_key()));
+    }
+    let (disk, store) = new_store();
+    write_piece(&store, &data).unwrap();
+    drop(store);
+    disk.remove("node.id").unwrap();
+    let lock = disk.lock("lock").unwrap();
+    let foreign = Store::open(
+        Arc::new(disk.clone()),
+        lock,
+        Arc::new(MemoryKv::new()),
+        ClusterId([1; 16]),
+        &name("n1"),
+    );
+    assert!(foreign.is_err(), "files without an identity belong to nobody");
+}
+
+#[test]
+fn what_the_medium_changes_before_the_read_back_is_noticed() {
+    let data = content(4 * G);
+    for grain in 0..4u64 {
+        let (disk, store) = new_store();
+        let mut writer = store.write_piece(piece_spec(data.len())).unwrap();
+        for (index, bytes) in (0..).zip(data.chunks(G)) {
+            writer.write_grain(index, bytes).unwrap();
+        }
+        // Make it durable without the writer's knowledge, then let the medium rot under the page cache.
+        disk.sync_all().unwrap();
+        let path = format!("tmp/{}", disk.list("tmp").unwrap()[0].name);
+        disk.flip_bit_on_medium(&path, grain * GRAIN_BYTES * 8 + 1).unwrap();
+        if grain < 3 {
+            // Found on the way or at the end; who goes on regardless gets nothing for it.
+            writer.set_extent_bytes(1);
+            let error = writer.advance(&mut |seen, _| assert!(seen < grain)).unwrap_err();
+            assert!(matches!(error, StoreError::ReadBack { grain: found, .. } if found == grain));
+            assert!(writer.finish(&mut |_, _| {}).is_err());
+        } else {
+            let error = writer.finish(&mut |seen, _| assert!(seen < grain)).unwrap_err();
+            assert!(matches!(error, StoreError::ReadBack { grain: found, .. } if found == grain));
+        }
+        assert_eq!(disk.list("tmp").unwrap(), []);
+        assert!(is_absent(&store, piece_key()));
+    }
+}
+
+#[test]
+fn what_any_sync_of_a_piece_spoils_is_noticed() {
+    for len in [0, 1, 4 * G, 4 * G + 3, 5 * G - 4096] {
+        for sync in 0.. {
+            let (disk, store) = new_store();
+            let (_, before) = disk.operations();
+            disk.spoil_sync_after(sync);
+            let result = write_piece(&store, &content(len));
+            let (_, after) = disk.operations();
+            if result.is_ok() {
+                // The last three are those of folders, which this fault leaves alone.
+                assert!(sync > 0 && sync + 3 == after - before, "{len}, sync {sync}");
+                break;
+            }
+            let error = result.expect_err("a spoilt sync");
+            assert!(matches!(error, StoreError::ReadBack { .. }), "{len}, sync {sync}: {error}");
+            assert!(is_absent(&store, piece_key()));
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! The folder itself: whose it is, who has it open, and an index that is lost.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use rapidraid::id::{ClusterId, Epoch};
+use rapidraid::kind::Kind;
+use rapidraid::store::sled_kv::Opened;
+use rapidraid::store::{
+    Disk, MemoryDisk, MemoryKv, RealDisk, Reconciled, Scope, Store, StoreError,
+};
+
+use super::{
+    CACHE_BYTES, CLUSTER, G, LEN, REPLICA, STRIPE, assert_whole, content, is_absent, name,
+    new_store, open, piece_key, write_block, write_piece,
+};
+
+#[test]
+fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
+    let (disk, store) = new_store();
+    store.raise_epoch(Epoch(4)).unwrap();
+    store.raise_epoch(Epoch(4)).unwrap();
+    assert_eq!(store.raise_epoch(Epoch(3)).unwrap_err().kind(), Kind::Fenced);
+    drop(store);
+    for (cluster, node) in [(ClusterId([2; 16]), "n1"), (CLUSTER, "n2")] {
+        let lock = disk.lock("lock").unwrap();
+        let kv = Arc::new(MemoryKv::new());
+        let error =
+            Store::open(Arc::new(disk.clone()), lock, kv, cluster, &name(node)).err().unwrap();
+        assert!(
+            matches!(error, StoreError::Foreign { .. }) && error.kind() == Kind::Denied,
+            "{error}"
+        );
+    }
+    let crashed = disk.crash();
+    assert_eq!(open(&crashed).0.epoch(), Epoch(4));
+    crashed.flip_bit("epoch", 90).unwrap();
+    let lock = crashed.lock("lock").unwrap();
+    let kv = Arc::new(MemoryKv::new());
+    let error =
+        Store::open(Arc::new(crashed.clone()), lock, kv, CLUSTER, &name("n1")).err().unwrap();
+    assert_eq!(error.kind(), Kind::Corrupt, "an epoch is not guessed");
+}
+
+#[test]
+fn a_crash_while_a_folder_becomes_a_nodes_leaves_it_open_to_that_node() {
+    for operation in 0.. {
+        let disk = MemoryDisk::new(1 << 30);
+        disk.stop_after(operation);
+        let lock = disk.lock("lock").unwrap();
+        let kv = Arc::new(MemoryKv::new());
+        let first = Store::open(Arc::new(disk.clone()), lock, kv, CLUSTER, &name("n1"));
+        for image in [disk.crash(), disk.crash_torn(1), disk.crash_torn(2)] {
+            let lock = image.lock("lock").unwrap();
+            let kv = Arc::new(MemoryKv::new());
+            if first.is_ok() {
+                assert!(Store::open(Arc::new(image), lock, kv, CLUSTER, &name("n2")).is_err());
+            } else {
+                Store::open(Arc::new(image), lock, kv, CLUSTER, &name("n1")).unwrap();
+            }
+        }
+        if first.is_ok() {
+            assert!(operation > 5);
+            break;
+        }
+    }
+    // A folder that somebody has cleaned too well.
+    let (disk, store) = new_store();
+    drop(store);
+    for dir in ["shards", "tmp", "quarantine"] {
+        disk.remove_dir_if_empty(dir).unwrap();
+    }
+    disk.sync_dir("").unwrap();
+    let (store, _) = open(&disk);
+    write_block(&store, &content(G)).unwrap();
+    assert_whole(&open(&disk.crash()).0, REPLICA, &content(G));
+}
+
+fn open_folder(folder: &Path) -> Result<(Store, Reconciled, Opened), StoreError> {
+    Store::open_folder(folder, CACHE_BYTES, CLUSTER, &name("n1"))
+}
+
+#[test]
+#[allow(clippy::disallowed_methods)] // takes the index away from outside
+fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (store, ..) = open_folder(folder.path()).unwrap();
+    let data = content(LEN);
+    write_block(&store, &data).unwrap();
+    write_piece(&store, &data).unwrap();
+    store.put_small(Scope::Stripe(STRIPE), "record", b"123").unwrap();
+    let (totals, found) = (store.totals(), store.find(STRIPE).unwrap());
+    let second = open_folder(folder.path()).err().unwrap();
+    assert_eq!(second.kind(), Kind::Exists);
+    assert!(second.to_string().contains("locked by another process"), "{second}");
+    drop(store);
+
+    let (store, report, opened) = open_folder(folder.path()).unwrap();
+    assert_eq!((report, opened), (Reconciled::default(), Opened::Recovered));
+    assert_eq!(store.find(STRIPE).unwrap(), found);
+    drop(store);
+
+    std::fs::remove_dir_all(folder.path().join("index")).unwrap();
+    let (store, report, opened) = open_folder(folder.path()).unwrap();
+    assert_eq!((report.added, opened), (2, Opened::Created));
+    assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found.clone()));
+    drop(store);
+
+    // Damage in the middle makes sled give back the part before it, and say nothing.
+    let log = folder.path().join("index/db");
+    let mut bytes = std::fs::read(&log).unwrap();
+    bytes.iter_mut().take(4096).for_each(|byte| *byte ^= 0x5a);
+    std::fs::write(&log, bytes).unwrap();
+    let (store, report, _) = open_folder(folder.path()).unwrap();
+    assert_eq!(report.added, 2);
+    assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found));
+    drop(store);
+
+    // A file that goes while nobody looks leaves an entry that goes too.
+    RealDisk::open(folder.path()).unwrap().remove(&format!("shards/{REPLICA}")).unwrap();
+    let (store, report, _) = open_folder(folder.path()).unwrap();
+    assert_eq!(report, Reconciled { dropped: 1, ..Default::default() });
+    assert!(is_absent(&store, REPLICA));
+    assert_whole(&store, piece_key(), &data);
+    std::fs::remove_dir_all(folder.path().join("shards")).unwrap();
+    drop(store);
+    let (store, report, _) = open_folder(folder.path()).unwrap();
+    assert_eq!((report.dropped, store.totals()), (1, Default::default()));
+}

@@ -24,8 +24,12 @@ mod refused;
 mod removal;
 #[path = "cluster/restores.rs"]
 mod restores;
+#[path = "cluster/room.rs"]
+mod room;
 #[path = "cluster/rot.rs"]
 mod rot;
+#[path = "cluster/runs.rs"]
+mod runs;
 #[path = "cluster/saves.rs"]
 mod saves;
 #[path = "cluster/sizes.rs"]

@@ -326,7 +326,8 @@ impl Node {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             return Err(failure(Kind::Invalid, format!("a block of {} bytes", call.len_bytes)));
         }
-        self.check_room(call.len_bytes)?;
+        // Above the high-water mark too: what was saved has the room that is kept from new saves.
+        self.runs.check_room(call.len_bytes)?;
         let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
         let key = FileKey::replica(call.stripe, call.block);
         let read = Read {

@@ -16,6 +16,7 @@ use crate::clock::deadline;
 use crate::kind::Kind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
+use crate::pipeline::hop::Incoming;
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, Claim, Commit,
     Drop, Fetch, GetRecord, GetState, HandOver, Hello, HoldStill, Inspect, Inventory, Keep,
@@ -120,7 +121,10 @@ impl Node {
             _ => None,
         };
         match header {
-            Some(header) => self.runs.arrived(&header, stream),
+            Some(header) => {
+                let from = peer.name.to_string();
+                self.runs.arrived(&header, Incoming { from, recv: stream });
+            }
             None => stream.stop(Kind::Invalid.wire_code()),
         }
     }

@@ -44,18 +44,22 @@ pub enum HopError {
         grain: u64,
     },
     /// The node before this one failed.
-    #[error("stream {stream} from upstream: {source}")]
+    #[error("stream {stream} from {node}: {source}")]
     Upstream {
         /// The stream.
         stream: StreamNo,
+        /// The node.
+        node: String,
         /// What happened.
         source: NetError,
     },
     /// The node after this one failed.
-    #[error("stream {stream} to downstream: {source}")]
+    #[error("stream {stream} to {node}: {source}")]
     Downstream {
         /// The stream.
         stream: StreamNo,
+        /// The node.
+        node: String,
         /// What happened.
         source: NetError,
     },
@@ -192,13 +196,29 @@ pub struct Shared {
     pub pieces: Pieces,
 }
 
+/// A stream, and the name of the node at its other end.
+pub struct Incoming {
+    /// Who sends.
+    pub from: String,
+    /// The bytes.
+    pub recv: FramedRecv,
+}
+
+/// The same towards another node.
+pub struct Outgoing {
+    /// Who reads.
+    pub to: String,
+    /// The bytes.
+    pub send: Box<dyn SendStream>,
+}
+
 /// The streams of one hop, by number.
 #[derive(Default)]
 pub struct Streams {
     /// Incoming.
-    pub incoming: BTreeMap<StreamNo, FramedRecv>,
+    pub incoming: BTreeMap<StreamNo, Incoming>,
     /// Outgoing.
-    pub outgoing: BTreeMap<StreamNo, Box<dyn SendStream>>,
+    pub outgoing: BTreeMap<StreamNo, Outgoing>,
 }
 
 /// The part of a hop that needs no network: one grain in, one grain out.
@@ -272,12 +292,13 @@ impl Step {
     }
 }
 
-async fn moved<T>(
+/// The end of `work`, which waits for others; too long, and the hop is ended and says whom it waited for.
+pub(super) async fn moved<T>(
     clock: &dyn Clock,
-    waiting_for: &str,
+    waiting_for: impl FnOnce() -> String,
     work: impl Future<Output = Result<T, HopError>>,
 ) -> Result<T, HopError> {
-    let stalled = |_| HopError::Stalled { waiting_for: waiting_for.to_owned() };
+    let stalled = |_| HopError::Stalled { waiting_for: waiting_for() };
     deadline(clock, STALL_LIMIT, work).await.map_err(stalled)?
 }
 
@@ -294,8 +315,6 @@ pub async fn run_hop(
     let matrix = Matrix::from_rows(&hop.matrix)?;
     let inputs: Vec<StreamNo> = hop.inputs.iter().filter_map(|i| stream_in(i.input)).collect();
     let outputs: Vec<StreamNo> = hop.outputs.iter().filter_map(|o| stream_out(o.output)).collect();
-    let upstream = format!("upstream (streams {inputs:?})");
-    let downstream = format!("downstream (streams {outputs:?})");
     let cut = shared.cut;
     let step = Arc::new(Step { shared, hop: hop.clone(), matrix });
     let since = || (clock.now() - began).as_micros() as u64;
@@ -310,26 +329,28 @@ pub async fn run_hop(
             let mut bytes = Vec::with_capacity(inputs.len());
             for &stream in inputs.iter().filter(|_| grain < hop.grains.1) {
                 let missing = HopError::Order { what: "an incoming stream was not connected" };
-                let source = incoming.get_mut(&stream).ok_or(missing)?;
+                let Incoming { from, recv } = incoming.get_mut(&stream).ok_or(missing)?;
                 let work = async {
-                    let read = source.read_exact(cut.grain_len(grain) as usize).await;
-                    read.map_err(|source| HopError::Upstream { stream, source })
+                    let read = recv.read_exact(cut.grain_len(grain) as usize).await;
+                    let node = || from.clone();
+                    read.map_err(|source| HopError::Upstream { stream, node: node(), source })
                 };
-                bytes.push(moved(clock, &upstream, work).await?);
+                let waiting_for = || format!("{from} to send stream {stream}");
+                bytes.push(moved(clock, waiting_for, work).await?);
             }
             Ok::<_, HopError>((bytes, since()))
         };
         let send = async {
             for (&stream, bytes) in outputs.iter().zip(std::mem::take(&mut ready)) {
                 let missing = HopError::Order { what: "an outgoing stream was not connected" };
-                let sink = outgoing.get_mut(&stream).ok_or(missing)?;
+                let Outgoing { to, send } = outgoing.get_mut(&stream).ok_or(missing)?;
                 out_bytes += bytes.len() as u64;
                 let work = async {
-                    sink.write(bytes)
-                        .await
-                        .map_err(|source| HopError::Downstream { stream, source })
+                    let written = send.write(bytes).await;
+                    let node = || to.clone();
+                    written.map_err(|source| HopError::Downstream { stream, node: node(), source })
                 };
-                moved(clock, &downstream, work).await?;
+                moved(clock, || format!("{to} to take stream {stream}"), work).await?;
             }
             Ok::<_, HopError>(since())
         };
@@ -346,8 +367,13 @@ pub async fn run_hop(
         ready = workers.run(move || job.run(grain, received)).await??;
         waited.1 += since() - works_from;
     }
-    for (&stream, sink) in outgoing.iter_mut() {
-        sink.finish().await.map_err(|source| HopError::Downstream { stream, source })?;
+    for (&stream, Outgoing { to, send }) in outgoing.iter_mut() {
+        let work = async {
+            let finished = send.finish().await;
+            let node = || to.clone();
+            finished.map_err(|source| HopError::Downstream { stream, node: node(), source })
+        };
+        moved(clock, || format!("{to} to take stream {stream}"), work).await?;
     }
     let span_us = (first.unwrap_or_else(since), since());
     Ok(HopReport { hop: number, in_bytes, out_bytes, span_us, waited_us: waited })

@@ -12,7 +12,8 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::hop::{
-    HopError, PieceSlot, ReadBack, Shared, Streams, hop_bytes, run_hop, stream_in, stream_out,
+    HopError, Incoming, Outgoing, PieceSlot, ReadBack, Shared, Streams, hop_bytes, moved, run_hop,
+    stream_in, stream_out,
 };
 use crate::budget::{Budget, BudgetError, Reservation};
 use crate::clock::{Clock, deadline};
@@ -23,7 +24,7 @@ use crate::gf::{Fingerprint, FingerprintKey};
 use crate::id::{NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::Caller;
-use crate::net::frame::{FramedRecv, write_frame};
+use crate::net::frame::write_frame;
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
 use crate::stage::{Stage, about_to};
 use crate::store::disk::AlignedBuffer;
@@ -63,7 +64,7 @@ pub enum RunError {
     },
     /// No room for its pieces.
     #[error(
-        "the disk of node {node} has no {room_bytes} bytes free for a plan's pieces: remove checkpoints, or add disk"
+        "the disk of node {node} has no {room_bytes} bytes free for a plan's pieces, or a replica that is made again: remove checkpoints, or add disk"
     )]
     NoRoom {
         /// The node.
@@ -117,14 +118,21 @@ struct Admitted {
     order: Order,
     code: Code,
     admitted_at: Duration,
-    waiting: BTreeMap<StreamNo, oneshot::Receiver<FramedRecv>>,
+    waiting: BTreeMap<StreamNo, oneshot::Receiver<Incoming>>,
     memory: Reservation,
 }
 
 #[derive(Default)]
 struct Table {
     admitted: BTreeMap<[u8; 16], Admitted>,
-    arriving: BTreeMap<([u8; 16], StreamNo), oneshot::Sender<FramedRecv>>,
+    arriving: BTreeMap<([u8; 16], StreamNo), oneshot::Sender<Incoming>>,
+}
+
+impl Table {
+    /// What was promised and is not taken yet: it is not free.
+    fn promised_bytes(&self) -> u64 {
+        self.admitted.values().map(|part| piece_bytes(&part.order)).sum()
+    }
 }
 
 /// The parts that a node has admitted or runs.
@@ -266,15 +274,12 @@ impl Runs {
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
         let now = self.clock.now();
-        // Only now: others write while one waits for memory.
+        // Only now: others write while one waits for memory. One block more, so that the last piece does not fill the disk to
+        // the brim; `check` bounds the lengths.
+        let room_bytes = piece_bytes(&order) + order.cut.block_bytes;
         let free_bytes = self.store.space()?.free_bytes;
         let mut table = self.table();
-        // What others were promised and have not taken yet is not free. One block more, so that the last piece does not fill
-        // the disk to the brim; `check` bounds the lengths.
-        let promised_bytes: u64 =
-            table.admitted.values().map(|part| piece_bytes(&part.order)).sum();
-        let room_bytes = piece_bytes(&order) + order.cut.block_bytes;
-        if piece_bytes(&order) > 0 && free_bytes < promised_bytes + room_bytes {
+        if piece_bytes(&order) > 0 && free_bytes < table.promised_bytes() + room_bytes {
             return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
         }
         if table.admitted.len() >= MAX_RUNS || table.admitted.contains_key(&order.run) {
@@ -292,6 +297,15 @@ impl Runs {
             .admitted
             .insert(order.run, Admitted { order, code, admitted_at: now, waiting, memory });
         Ok(())
+    }
+
+    /// Refuses a replica that is made again where it would leave no room for a block more, or for what plans were promised.
+    pub fn check_room(&self, len_bytes: u64) -> Result<(), RunError> {
+        let (free_bytes, room_bytes) = (self.store.space()?.free_bytes, 2 * len_bytes);
+        match free_bytes < self.table().promised_bytes().saturating_add(room_bytes) {
+            true => Err(RunError::NoRoom { node: self.store.node(), room_bytes }),
+            false => Ok(()),
+        }
     }
 
     /// The stripe of an admitted part, and the local blocks that it reads.
@@ -313,15 +327,14 @@ impl Runs {
     }
 
     /// Hands a stream that arrived to the hop that waits for it.
-    pub fn arrived(&self, header: &StreamHeader, mut stream: FramedRecv) {
+    pub fn arrived(&self, header: &StreamHeader, stream: Incoming) {
         let waiting = self.table().arriving.remove(&(header.run, header.stream));
-        match waiting {
-            Some(hop) => {
-                if let Err(mut stream) = hop.send(stream) {
-                    stream.stop(Kind::NotFound.wire_code());
-                }
-            }
-            None => stream.stop(Kind::NotFound.wire_code()),
+        let unwanted = match waiting {
+            Some(hop) => hop.send(stream).err(),
+            None => Some(stream),
+        };
+        if let Some(mut stream) = unwanted {
+            stream.recv.stop(Kind::NotFound.wire_code());
         }
     }
 
@@ -407,14 +420,15 @@ impl Runs {
         &self,
         run: &[u8; 16],
         hop: &HopOrder,
-        arriving: Vec<(StreamNo, oneshot::Receiver<FramedRecv>)>,
+        arriving: Vec<(StreamNo, oneshot::Receiver<Incoming>)>,
     ) -> Result<Streams, HopError> {
         let mut streams = Streams::default();
         for output in &hop.outputs {
             let (Some(stream), Some(to)) = (stream_out(output.output), &output.to) else {
                 continue;
             };
-            let downstream = |source| HopError::Downstream { stream, source };
+            let downstream =
+                |source| HopError::Downstream { stream, node: to.name.to_string(), source };
             let header = StreamHeader { run: *run, stream };
             let header = message_to_bytes(&header, "a stream header")
                 .map_err(|_| HopError::Order { what: "its stream header is too long" })?;
@@ -426,17 +440,16 @@ impl Runs {
                     .map_err(downstream)?;
                 Ok::<_, HopError>(send)
             };
-            let opened = deadline(&*self.clock, super::hop::STALL_LIMIT, open).await;
-            let stalled =
-                |_| HopError::Stalled { waiting_for: format!("{} to accept a stream", to.name) };
-            streams.outgoing.insert(stream, opened.map_err(stalled)??);
+            let waiting_for = || format!("{} to accept stream {stream}", to.name);
+            let send = moved(&*self.clock, waiting_for, open).await?;
+            streams.outgoing.insert(stream, Outgoing { to: to.name.to_string(), send });
         }
         for (stream, receiver) in arriving {
-            let arrived = deadline(&*self.clock, super::hop::STALL_LIMIT, receiver).await;
-            let stalled =
-                |_| HopError::Stalled { waiting_for: format!("upstream to open stream {stream}") };
             let gone = |_| HopError::Order { what: "its reservation was given back" };
-            streams.incoming.insert(stream, arrived.map_err(stalled)?.map_err(gone)?);
+            let arrived = async { receiver.await.map_err(gone) };
+            let waiting_for = || format!("the node before it to open stream {stream}");
+            let arrived = moved(&*self.clock, waiting_for, arrived).await?;
+            streams.incoming.insert(stream, arrived);
         }
         Ok(streams)
     }

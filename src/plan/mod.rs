@@ -6,6 +6,7 @@
 
 pub mod check;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -119,6 +120,31 @@ impl Plan {
         nodes.sort_unstable();
         nodes.dedup();
         nodes
+    }
+
+    /// The nodes that send `node` something.
+    pub fn senders(&self, node: NodeId) -> BTreeSet<NodeId> {
+        let of_node = self.hops.iter().filter(|hop| hop.node == Some(node));
+        let read: BTreeSet<Input> = of_node.flat_map(|hop| hop.inputs.iter().copied()).collect();
+        let sends = |hop: &&Hop| {
+            let mut outputs = hop.outputs.iter();
+            outputs.any(|o| matches!(o, Output::Stream(s) if read.contains(&Input::Stream(*s))))
+        };
+        let senders = self.hops.iter().filter(sends).filter_map(|hop| hop.node);
+        senders.filter(|sender| *sender != node).collect()
+    }
+
+    /// The nodes whose bytes reach `node`, straight or through others.
+    pub fn upstream(&self, node: NodeId) -> BTreeSet<NodeId> {
+        let mut all = self.senders(node);
+        loop {
+            let further: Vec<_> = all.iter().flat_map(|&sender| self.senders(sender)).collect();
+            let known = all.len();
+            all.extend(further);
+            if all.len() == known {
+                return all;
+            }
+        }
     }
 
     /// Which node stores `piece`, by a hop or by keeping a replica.

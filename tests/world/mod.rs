@@ -9,6 +9,7 @@ pub mod power;
 pub mod raw;
 pub mod rest;
 pub mod runs;
+pub mod spy;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,6 +30,7 @@ use rapidraid::store::{Disk, Kv, KvError, LOCK_FILE, Maps, MemoryDisk, MemoryKv,
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 use rapidraid::workers::Workers;
+use spy::{Requests, Spied};
 
 pub const CLUSTER: ClusterId = ClusterId([7; 16]);
 pub const DISK_BYTES: u64 = 4 << 30;
@@ -121,6 +123,8 @@ pub struct World {
     pub workers: Workers,
     /// Of all that is random.
     pub seed: u64,
+    /// What clients and nodes ask.
+    pub requests: Requests,
     lag_ms: Arc<AtomicU64>,
     boots: u64,
     clients: std::cell::Cell<u32>,
@@ -183,6 +187,7 @@ impl World {
             policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             workers: Workers::new(4),
             seed: 0,
+            requests: Requests::default(),
             lag_ms: Arc::default(),
             boots: 0,
             clients: std::cell::Cell::new(0),
@@ -234,7 +239,7 @@ impl World {
         let parts = NodeParts {
             store,
             maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power }),
-            transport: Arc::new(self.network.join(peer, &address(index))),
+            transport: self.spied(peer, &address(index)),
             clock: WorldClock::start(),
             // No boot repeats the numbers of another.
             entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
@@ -259,6 +264,22 @@ impl World {
         self.kill(index).await;
         let name = self.machines[index].name.clone();
         self.network.join(Peer { role: Role::Node, name }, &address(index))
+    }
+
+    /// From now on, until it boots again, what machine `index` sends takes so long for each 64 KiB.
+    pub fn slow(&self, index: usize, each: Duration) {
+        self.network.set_pace(&address(index), WorldClock::start(), each);
+    }
+
+    /// From now on machine `index` hears everything and says nothing more, on connections that live, until it boots again.
+    pub fn mute(&self, index: usize) {
+        self.network.mute(&address(index));
+    }
+
+    fn spied(&self, peer: Peer, address: &str) -> Arc<Spied> {
+        let name = peer.name.to_string();
+        let inner = self.network.join(peer, address);
+        Arc::new(Spied { inner, name, requests: self.requests.clone() })
     }
 
     /// Puts an empty machine in the place of `index`, which does not run.
@@ -321,12 +342,11 @@ impl World {
         let number = self.clients.get();
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
-        let transport =
-            self.network.join(Peer { role: Role::Client, name }, &format!("client{number}:0"));
+        let transport = self.spied(Peer { role: Role::Client, name }, &format!("client{number}:0"));
         let entropy = SeededEntropy::new(self.seed << 32 | (1 << 31) | u64::from(number));
         (
             Client::over(
-                Arc::new(transport),
+                transport,
                 WorldClock::start(),
                 Arc::new(entropy),
                 self.workers.clone(),

@@ -4,11 +4,12 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use tokio::sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
-use super::Lag;
 use super::pipe::{MemoryRecv, MemorySend, Pipe};
+use super::{Lag, PACE_BYTES, Pace, Paces};
 
 /// How many streams of each kind one side may have open at once, as over QUIC by default.
 const MAX_BI_STREAMS: usize = 256;
@@ -36,12 +37,14 @@ pub(super) struct Link {
     /// Wakes in the order of waiting, so that one seed replays one run; a `watch` channel draws lots.
     closed: Notify,
     lag: Option<Lag>,
+    paces: Arc<Paces>,
 }
 
 impl Link {
     /// A link between the dialler's address and the listener's.
-    pub(super) fn new(addresses: [String; 2], lag: Option<Lag>) -> Arc<Self> {
-        Arc::new(Self { addresses, closure: Mutex::default(), closed: Notify::new(), lag })
+    pub(super) fn new(addresses: [String; 2], lag: Option<Lag>, paces: Arc<Paces>) -> Arc<Self> {
+        let (closure, closed) = (Mutex::default(), Notify::new());
+        Arc::new(Self { addresses, closure, closed, lag, paces })
     }
 
     pub(super) fn joins(&self, address: &str) -> bool {
@@ -107,6 +110,32 @@ impl Hold {
             if !lag.is_zero() {
                 clock.sleep(lag).await;
             }
+        }
+    }
+
+    fn pace(&self) -> Option<Pace> {
+        let [dialler, listener] = &self.link.addresses;
+        self.link.paces.of(if self.side == Side::Dialler { dialler } else { listener })
+    }
+
+    /// Whether nothing leaves this side.
+    pub(super) fn is_mute(&self) -> bool {
+        matches!(self.pace(), Some(Pace::Mute))
+    }
+
+    /// The part of `chunk` that may leave now, after the time that a slow side takes for it.
+    pub(super) async fn paced(&self, chunk: &mut Bytes) -> Result<Bytes, NetError> {
+        let (clock, each) = match self.pace() {
+            None => return Ok(std::mem::take(chunk)),
+            Some(Pace::Mute) => return Err(self.closed().await),
+            Some(Pace::Slow(clock, each)) => (clock, each),
+        };
+        let part = chunk.split_to(chunk.len().min(PACE_BYTES));
+        let wait = each.mul_f64(part.len() as f64 / PACE_BYTES as f64);
+        tokio::select! {
+            biased;
+            error = self.closed() => Err(error),
+            () = clock.sleep(wait) => Ok(part),
         }
     }
 

@@ -1,7 +1,8 @@
 //! A network inside one process, for deterministic clusters: no sockets, no threads, no clock. It behaves as
 //! QUIC does where callers can tell the difference: windows, stream limits, resets, when a stream becomes
 //! visible, what closing loses. It adds what real networks only do by accident: [`MemoryNetwork::kill`],
-//! [`MemoryNetwork::partition`] and [`MemoryNetwork::set_lag`].
+//! [`MemoryNetwork::partition`], [`MemoryNetwork::set_lag`],
+//! [`MemoryNetwork::set_pace`] and [`MemoryNetwork::mute`].
 
 mod link;
 mod pipe;
@@ -20,6 +21,8 @@ use link::{Link, MemoryConnection};
 
 /// Connections that wait for [`Transport::accept`]; one more is turned away as busy.
 const BACKLOG: usize = 64;
+/// What leaves a slow member at once.
+const PACE_BYTES: usize = 64 << 10;
 
 /// A network that lives in this process.
 #[derive(Default)]
@@ -34,9 +37,32 @@ struct Lag {
     draw: Arc<dyn Fn() -> Duration + Send + Sync>,
 }
 
+/// Members that send slowly.
+#[derive(Default)]
+struct Paces(Mutex<BTreeMap<String, Pace>>);
+
+#[derive(Clone)]
+enum Pace {
+    /// By whose clock, and how long each [`PACE_BYTES`] take.
+    Slow(Arc<dyn Clock>, Duration),
+    /// Nothing leaves.
+    Mute,
+}
+
+impl Paces {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Pace>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn of(&self, address: &str) -> Option<Pace> {
+        self.lock().get(address).cloned()
+    }
+}
+
 #[derive(Default)]
 struct State {
     lag: Option<Lag>,
+    paces: Arc<Paces>,
     members: BTreeMap<String, Member>,
     links: Vec<Weak<Link>>,
     cuts: BTreeSet<(String, String)>,
@@ -76,6 +102,7 @@ impl MemoryNetwork {
         let (sender, receiver) = mpsc::channel(BACKLOG);
         let mut state = self.lock();
         state.joined += 1;
+        state.paces.lock().remove(address);
         let number = state.joined;
         let member = Member { number, peer: peer.clone(), backlog: sender };
         state.members.insert(address.to_owned(), member);
@@ -111,6 +138,18 @@ impl MemoryNetwork {
         draw: impl Fn() -> Duration + Send + Sync + 'static,
     ) {
         self.lock().lag = Some(Lag { clock, draw: Arc::new(draw) });
+    }
+
+    /// From now on each 64 KiB that the member at `address` sends take so long, also on connections that are there, until somebody
+    /// joins there.
+    pub fn set_pace(&self, address: &str, clock: Arc<dyn Clock>, each: Duration) {
+        self.lock().paces.lock().insert(address.to_owned(), Pace::Slow(clock, each));
+    }
+
+    /// From now on the member at `address` hears everything, and nothing leaves it, on connections that live on, until somebody
+    /// joins there.
+    pub fn mute(&self, address: &str) {
+        self.lock().paces.lock().insert(address.to_owned(), Pace::Mute);
     }
 
     /// Ends the partition between two addresses. Broken connections stay broken.
@@ -173,7 +212,8 @@ impl Transport for MemoryTransport {
             _ => return Err(unreachable("nobody listens there")),
         };
         check_server(to, &member.peer)?;
-        let link = Link::new([self.address.clone(), to.host_port.clone()], state.lag.clone());
+        let ends = [self.address.clone(), to.host_port.clone()];
+        let link = Link::new(ends, state.lag.clone(), state.paces.clone());
         let (ours, theirs) =
             MemoryConnection::both_ends(&link, self.peer.clone(), member.peer.clone());
         match member.backlog.try_send(theirs) {

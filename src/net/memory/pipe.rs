@@ -121,6 +121,24 @@ impl MemorySend {
         Self { pipe, hold, hidden, ended: false }
     }
 
+    async fn push(&mut self, mut part: Bytes) -> Result<(), NetError> {
+        loop {
+            if let Some(error) = self.hold.broken() {
+                return Err(error);
+            }
+            let taken = self.pipe.offer(&mut part)?;
+            self.show();
+            if taken {
+                return Ok(());
+            }
+            tokio::select! {
+                biased;
+                error = self.hold.closed() => return Err(error),
+                () = self.pipe.writable.notified() => {}
+            }
+        }
+    }
+
     fn show(&mut self) {
         if let Some((outgoing, number)) = self.hidden.take() {
             outgoing.show(number);
@@ -136,18 +154,10 @@ impl SendStream for MemorySend {
         }
         self.hold.lag().await;
         loop {
-            if let Some(error) = self.hold.broken() {
-                return Err(error);
-            }
-            let taken = self.pipe.offer(&mut chunk)?;
-            self.show();
-            if taken {
+            let part = self.hold.paced(&mut chunk).await?;
+            self.push(part).await?;
+            if chunk.is_empty() {
                 return Ok(());
-            }
-            tokio::select! {
-                biased;
-                error = self.hold.closed() => return Err(error),
-                () = self.pipe.writable.notified() => {}
             }
         }
     }
@@ -157,6 +167,9 @@ impl SendStream for MemorySend {
             return Err(NetError::Ended);
         }
         self.hold.lag().await;
+        if self.hold.is_mute() {
+            return Err(self.hold.closed().await);
+        }
         if let Some(error) = self.hold.broken() {
             return Err(error);
         }
@@ -167,7 +180,7 @@ impl SendStream for MemorySend {
     }
 
     fn reset(&mut self, code: u32) {
-        if !std::mem::replace(&mut self.ended, true) {
+        if !std::mem::replace(&mut self.ended, true) && !self.hold.is_mute() {
             self.pipe.end(End::Reset(code));
             self.show();
         }

@@ -32,6 +32,7 @@ use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
+use crate::wire::Failure;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
 use shard::OwnedShard;
 
@@ -152,9 +153,23 @@ pub enum ArchiveError {
     /// A call failed.
     #[error(transparent)]
     Call(#[from] CallError),
+    /// A node's part of a plan failed.
+    #[error("node {node}{}: {failure}", behind(before))]
+    Part {
+        /// The node.
+        node: String,
+        /// Those that send it something in this plan.
+        before: Vec<String>,
+        /// What the node says.
+        failure: Failure,
+    },
     /// A record cannot be written or read.
     #[error("{0}")]
     Format(String),
+}
+
+fn behind(before: &[String]) -> String {
+    if before.is_empty() { String::new() } else { format!(", behind {}", before.join(", ")) }
 }
 
 impl ArchiveError {
@@ -178,6 +193,7 @@ impl ArchiveError {
             ArchiveError::Catalogue(error) => error.kind(),
             ArchiveError::Records(error) => error.kind(),
             ArchiveError::Call(error) => error.kind(),
+            ArchiveError::Part { failure, .. } => failure.kind,
             ArchiveError::Format(_) => Kind::Corrupt,
         }
     }

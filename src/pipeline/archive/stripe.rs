@@ -3,11 +3,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use futures_util::StreamExt;
 use futures_util::future::{join_all, try_join_all};
+use futures_util::stream::FuturesUnordered;
 
 use super::orders::{Context, NodeOrder, build, judge};
 use super::shard::OwnedShard;
 use super::{ArchiveError, Coordinator, Events};
+use crate::clock::deadline;
 use crate::code::{reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, StripeState};
@@ -36,6 +39,8 @@ const TRIES: u32 = 4;
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 /// The longest run of one stripe. A hop that stands still ends much earlier.
 const RUN_LIMIT: Duration = Duration::from_secs(3600);
+/// Nodes whose neighbour failed may be heard before it: so long the cause is waited for.
+const CAUSE_LIMIT: Duration = Duration::from_secs(1);
 /// Longer than a node waits for memory, so that its own answer comes first.
 const RESERVE_LIMIT: Duration = Duration::from_secs(15);
 
@@ -57,7 +62,10 @@ impl Coordinator {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
-            let again = matches!(error, ArchiveError::Call(_) | ArchiveError::Unproven { .. });
+            let again = matches!(
+                error,
+                ArchiveError::Call(_) | ArchiveError::Part { .. } | ArchiveError::Unproven { .. }
+            );
             if !again || matches!(error.kind(), Kind::Fenced | Kind::Invalid | Kind::Denied) {
                 return Err(error);
             }
@@ -127,7 +135,7 @@ impl Coordinator {
         self.reserve(&orders).await?;
         let reserved = self.clock.now();
         about_to(Stage::Run, stripe);
-        let reports = self.run(&orders).await?;
+        let reports = self.run(&orders, &plan, &directory).await?;
         about_to(Stage::Proof, stripe);
         let pieces = judge(&context, &plan, &reports)?;
         let proven = self.clock.now();
@@ -206,19 +214,48 @@ impl Coordinator {
         join_all(calls).await;
     }
 
-    async fn run(&self, orders: &[NodeOrder]) -> Result<Vec<(NodeId, RunReport)>, ArchiveError> {
+    async fn run(
+        &self,
+        orders: &[NodeOrder],
+        plan: &Plan,
+        directory: &Directory,
+    ) -> Result<Vec<(NodeId, RunReport)>, ArchiveError> {
         let calls = orders.iter().map(|NodeOrder { node, address: to, order }| async move {
             let run = Run { run: order.run };
-            let report = self.caller.call_held(to, &run, RUN_LIMIT).await?;
-            Ok::<_, CallError>((*node, report))
+            let report = self.caller.call_held(to, &run, RUN_LIMIT).await;
+            report.map(|report| (*node, report)).map_err(|error| (*node, error))
         });
-        match try_join_all(calls).await {
-            Ok(reports) => Ok(reports),
-            Err(error) => {
-                self.release(orders).await;
-                Err(error.into())
+        let mut running: FuturesUnordered<_> = calls.collect();
+        let mut reports = Vec::with_capacity(orders.len());
+        let mut failed = loop {
+            match running.next().await {
+                Some(Ok(report)) => reports.push(report),
+                Some(Err(failed)) => break failed,
+                None => return Ok(reports),
             }
-        }
+        };
+        let look_for_the_cause = async {
+            while is_reached_by_others(&failed.1)
+                && let Some(next) = running.next().await
+            {
+                if let Err(cause) = next
+                    && is_nearer(plan, &cause, &failed)
+                {
+                    failed = cause;
+                }
+            }
+        };
+        let _ = deadline(&*self.clock, CAUSE_LIMIT, look_for_the_cause).await;
+        drop(running);
+        self.release(orders).await;
+        Err(match failed {
+            (node, CallError::Failed(failure)) => {
+                let before = plan.senders(node).into_iter().map(|node| directory.name(node));
+                let (node, before) = (directory.name(node), before.collect());
+                ArchiveError::Part { node, before, failure }
+            }
+            (_, unanswered) => unanswered.into(),
+        })
     }
 
     fn receipt_call(
@@ -329,6 +366,22 @@ impl Coordinator {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether a node may have failed only because its neighbour did, or waited for the same as its neighbour.
+fn is_reached_by_others(error: &CallError) -> bool {
+    let kinds = [Kind::Unavailable, Kind::Timeout];
+    matches!(error, CallError::Failed(failure) if kinds.contains(&failure.kind))
+}
+
+/// Whether the failure at one node rather is the cause than what was heard first. Behind a node that stands still all wait, from
+/// almost the same moment on: who stands nearest to it names it.
+fn is_nearer(plan: &Plan, cause: &(NodeId, CallError), first: &(NodeId, CallError)) -> bool {
+    match (cause.1.kind(), first.1.kind()) {
+        (Kind::Unavailable, _) if is_reached_by_others(&cause.1) => false,
+        (Kind::Timeout, Kind::Timeout) => plan.upstream(first.0).contains(&cause.0),
+        _ => true,
     }
 }
 

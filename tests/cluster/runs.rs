@@ -1,0 +1,108 @@
+//! Plans in mid-run: a node in them says nothing more, or their coordinator is lost when they have run (docs/semantics.md, 4 and 7).
+
+use std::time::Duration;
+
+use rapidraid::id::Step;
+use rapidraid::plan::Output;
+use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, Reserve};
+use rapidraid::wire::order::OutputOrder;
+use tokio::time::Instant;
+
+use crate::world::look::files_below;
+use crate::world::{World, content, job, options, read_file, restore, save};
+
+const BLOCK: u64 = 1 << 20;
+const LEN: usize = 2 * BLOCK as usize - 1000;
+
+fn one_by_one() -> ArchiveOptions {
+    ArchiveOptions { parallel: 1, ..options(PlanChoice::Chain) }
+}
+
+/// Machines that write a piece now.
+fn writing(world: &World) -> Vec<usize> {
+    let has = |index: &usize| !files_below(&*world.machines[*index].disk, "tmp").is_empty();
+    (1..world.machines.len()).filter(has).collect()
+}
+
+/// Bytes of memory that the plans of machine `index` hold.
+fn plans(world: &World, index: usize) -> u64 {
+    world.nodes[&index].memory_in_use()[0]
+}
+
+/// Whether the plan that was reserved lets this node send something to another one.
+fn sends(world: &World, name: &str) -> bool {
+    let is_stream = |output: &OutputOrder| matches!(output.output, Output::Stream(_));
+    let mut reserved = world.requests.of::<Reserve>().into_iter();
+    let (_, _, Reserve { order }) = reserved.find(|(_, to, _)| to == name).unwrap();
+    order.hops.iter().flat_map(|hop| &hop.outputs).any(is_stream)
+}
+
+async fn step_by_step(reached: impl Fn() -> bool) {
+    for _ in 0..100_000 {
+        if reached() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    panic!("never came");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
+    let mut seen = 0;
+    for silent in 1..=4 {
+        let mut world = World::simulated(4, &[(4, 2)], BLOCK, 1).await;
+        world.set_lag(2);
+        let client = world.client_of(0);
+        let bytes = content(LEN, silent as u64);
+        save(&client, 1, &[("weights", &bytes)]).await;
+        world.requests.listen();
+        let (asks, mut notes) = (world.client_of(0), Vec::new());
+        let task = tokio::spawn(async move {
+            let mut on_event = |event: &ArchiveEvent| {
+                if let ArchiveEvent::Note(text) = event {
+                    notes.push(text.clone());
+                }
+            };
+            let ended = asks.archive(&job(), Some(Step(1)), one_by_one(), &mut on_event).await;
+            (ended.map(drop), notes)
+        });
+        step_by_step(|| writing(&world).len() == 4).await;
+        let name = format!("node{silent:02}");
+        if !sends(&world, &name) {
+            // For the last of a chain nobody waits but the coordinator.
+            continue;
+        }
+        seen += 1;
+        world.mute(silent);
+        let began = Instant::now();
+        let others = || (1..=4).filter(|index| *index != silent);
+        assert!(others().any(|index| plans(&world, index) > 0), "too late for the run");
+        step_by_step(|| others().all(|index| plans(&world, index) == 0)).await;
+        let lasted = began.elapsed();
+        assert!((9..=11).contains(&lasted.as_secs()), "{lasted:?}");
+        step_by_step(|| plans(&world, silent) == 0).await;
+        assert!(began.elapsed().as_secs() <= 11, "the silent one's own part");
+
+        let (ended, notes) = task.await.unwrap();
+        let error = ended.unwrap_err();
+        let waited = |text: &&String| text.contains("no progress for 10s: waiting for");
+        let first = notes.iter().find(waited).unwrap_or_else(|| panic!("{notes:?}, {error}"));
+        assert!(first.contains(&format!("waiting for {name} to ")), "{first}");
+        // By the time of the next try its lease is over: there is no node in its place, and the archiving waits for it by name.
+        assert!(error.to_string().contains(&name), "{error}");
+        world.kill(silent).await;
+        world.boot(silent);
+        let archived = || {
+            world.files(|path| path.ends_with(".rep")).is_empty()
+                && world.catalogue_keys("a/").is_empty()
+        };
+        world.until("the archiving", archived).await;
+        let held = world.assert_invariant(&client, 1).await;
+        assert_eq!((held.archived, held.pieces, held.replicas), (1, 4, 0));
+        let (out, _) = restore(&client, 1).await.unwrap();
+        assert!(read_file(&*out, "weights") == bytes);
+        world.assert_idle().await;
+    }
+    assert_eq!(seen, 3);
+}

@@ -34,5 +34,7 @@ mod runs;
 mod saves;
 #[path = "cluster/sizes.rs"]
 mod sizes;
+#[path = "cluster/slow.rs"]
+mod slow;
 #[path = "cluster/takeover.rs"]
 mod takeover;

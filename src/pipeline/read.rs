@@ -2,7 +2,8 @@
 //!
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
 //! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails or lies is left out, and reading goes on from the same grain with others.
-//! One that is slow is passed over, and comes last from then on: it is waited for only when the others do not do without it.
+//! One that is slow, because it gives nothing or little, is passed over, and comes last from then on: it is waited for only when the
+//! others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
 
 mod inspect;

@@ -3,6 +3,8 @@
 //! An admitted part holds its whole working set; it gives it back when it ends, is released, or when nobody has run it for
 //! [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
 
+mod error;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -15,24 +17,25 @@ use super::hop::{
     HopError, Incoming, Outgoing, PieceSlot, ReadBack, Shared, Streams, hop_bytes, moved, run_hop,
     stream_in, stream_out,
 };
-use crate::budget::{Budget, BudgetError, Reservation};
+use crate::budget::{Budget, Reservation};
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, table};
 use crate::format::file::FileKey;
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
-use crate::id::{NodeId, StripeId};
+use crate::id::StripeId;
 use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::write_frame;
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
 use crate::stage::{Stage, about_to};
 use crate::store::disk::AlignedBuffer;
-use crate::store::{PieceSpec, Store, StoreError, StoredFile};
+use crate::store::{PieceSpec, Store, StoredFile};
 use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
 use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
-use crate::workers::{WorkerDied, Workers};
+use crate::workers::Workers;
+pub use error::RunError;
 
 /// How long a reservation waits for memory.
 pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);
@@ -43,76 +46,6 @@ pub const UNUSED_LIMIT: Duration = Duration::from_secs(40);
 const _: () = assert!(UNUSED_LIMIT.as_secs() > ADMIT_ALL_LIMIT.as_secs());
 /// The most parts admitted at once.
 const MAX_RUNS: usize = 256;
-
-/// Why a part was refused or ended early.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RunError {
-    /// The order is out of bounds.
-    #[error("the order is refused: {what}")]
-    Order {
-        /// What is out of bounds.
-        what: &'static str,
-    },
-    /// No memory was free in time.
-    #[error(
-        "{needed_bytes} bytes of memory were not free within {ADMISSION_LIMIT:?}: archive fewer stripes at once, or raise the daemon's memory"
-    )]
-    Busy {
-        /// What it needs.
-        needed_bytes: u64,
-    },
-    /// No room for its pieces.
-    #[error(
-        "the disk of node {node} has no {room_bytes} bytes free for a plan's pieces, or a replica that is made again: remove checkpoints, or add disk"
-    )]
-    NoRoom {
-        /// The node.
-        node: NodeId,
-        /// What has to be free.
-        room_bytes: u64,
-    },
-    /// It never will be.
-    #[error(transparent)]
-    Budget(#[from] BudgetError),
-    /// Nobody reserved it, or it was given back.
-    #[error("this run is not admitted here: its reservation has expired or was released")]
-    Unknown,
-    /// Its coordinator waits for it no more, or the daemon stops.
-    #[error("its coordinator gave the run up, or the daemon is stopping")]
-    GivenUp,
-    /// A hop failed.
-    #[error("hop {hop}: {source}")]
-    Hop {
-        /// Its place in the order.
-        hop: u32,
-        /// Why.
-        source: HopError,
-    },
-    /// A local file failed.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The worker died.
-    #[error(transparent)]
-    Worker(#[from] WorkerDied),
-}
-
-impl RunError {
-    /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        match self {
-            RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
-            RunError::Busy { .. } => Kind::Busy,
-            // Room does not come back by waiting: whoever watches is told.
-            RunError::NoRoom { .. } => Kind::Unavailable,
-            RunError::Unknown => Kind::NotFound,
-            RunError::GivenUp => Kind::Unavailable,
-            RunError::Hop { source, .. } => source.kind(),
-            RunError::Store(error) => error.kind(),
-            RunError::Worker(_) => Kind::Internal,
-        }
-    }
-}
 
 struct Admitted {
     order: Order,

@@ -1,10 +1,13 @@
 //! Plans in mid-run: a node in them says nothing more, or their coordinator is lost when they have run (docs/semantics.md, 4 and 7).
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use rapidraid::id::Step;
+use rapidraid::format::file::FileName;
+use rapidraid::id::{Step, StripeId};
 use rapidraid::plan::Output;
-use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, Reserve};
+use rapidraid::store::FileInfo;
+use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, Reserve, Run};
 use rapidraid::wire::order::OutputOrder;
 use tokio::time::Instant;
 
@@ -105,4 +108,51 @@ async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
         world.assert_idle().await;
     }
     assert_eq!(seen, 3);
+}
+
+/// A coordinator dies when the first receipt is durable; then, if it is so, a piece is lost. How often nodes ran a part of the plan in
+/// all, when another daemon has archived the step.
+async fn runs_with_a_takeover(loses_a_piece: bool) -> usize {
+    let mut world = World::simulated(6, &[(4, 2)], BLOCK, 7).await;
+    let client = world.client_of(0);
+    let bytes = content(LEN, 7);
+    save(&client, 1, &[("weights", &bytes)]).await;
+    let holders: BTreeSet<usize> =
+        world.files(|path| path.ends_with(".rep")).into_iter().map(|(index, _)| index).collect();
+    let coordinator = (1..=6).find(|index| !holders.contains(index)).unwrap();
+    world.set_lag(20);
+    world.requests.listen();
+    let asks = world.client_of(coordinator);
+    let task = tokio::spawn(async move {
+        asks.archive(&job(), Some(Step(1)), one_by_one(), &mut |_| ()).await.map(drop)
+    });
+    step_by_step(|| !world.files(|path| path.contains("receipt-")).is_empty()).await;
+    world.kill(coordinator).await;
+    task.await.unwrap().unwrap_err();
+    assert!(world.files(|path| path.contains("receipt-")).len() < 4, "too late");
+    if loses_a_piece {
+        let (index, _) = world.files(|path| path.contains("receipt-")).remove(0);
+        let shard = client.show(&job(), None).await.unwrap().shards[0].0.shard;
+        let store = world.nodes[&index].store();
+        let files = store.find(StripeId { shard, index: 0 }).unwrap();
+        let is_piece = |info: &&FileInfo| matches!(info.key().name, FileName::Piece { .. });
+        assert!(store.remove(files.iter().find(is_piece).unwrap().key()).unwrap());
+    }
+    let archived = || {
+        world.files(|path| path.ends_with(".rep")).is_empty()
+            && world.catalogue_keys("a/").is_empty()
+    };
+    world.until("the archiving", archived).await;
+    let held = world.assert_invariant(&client, 1).await;
+    assert_eq!((held.archived, held.pieces, held.replicas), (1, 4, 0));
+    let (out, _) = restore(&client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == bytes);
+    world.assert_idle().await;
+    world.requests.of::<Run>().len()
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_an_earlier_owner_proved_is_computed_again_only_when_a_piece_is_gone() {
+    assert_eq!(runs_with_a_takeover(false).await, 4);
+    assert_eq!(runs_with_a_takeover(true).await, 8);
 }

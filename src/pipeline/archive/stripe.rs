@@ -14,7 +14,7 @@ use crate::clock::deadline;
 use crate::code::{reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, StripeState};
-use crate::id::NodeId;
+use crate::id::{Generation, NodeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, address};
 use crate::pipeline::patience::Patience;
@@ -58,7 +58,7 @@ impl Coordinator {
         loop {
             tries += 1;
             shard.still_ours()?;
-            let error = match self.try_stripe(shard, index, options, events).await {
+            let error = match self.try_stripe(shard, index, options, events, tries == 1).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
@@ -88,6 +88,7 @@ impl Coordinator {
         index: u32,
         options: ArchiveOptions,
         events: &Events,
+        is_first: bool,
     ) -> Result<(), ArchiveError> {
         let directory = self.directory().await?;
         let leaves = shard.leaves(self, &directory).await?;
@@ -131,16 +132,27 @@ impl Coordinator {
         let orders = build(self, &context, &plan, &checked)?;
 
         let started = self.clock.now();
-        about_to(Stage::Reserve, stripe);
-        self.reserve(&orders).await?;
-        let reserved = self.clock.now();
-        about_to(Stage::Run, stripe);
-        let reports = self.run(&orders, &plan, &directory).await?;
-        about_to(Stage::Proof, stripe);
-        let pieces = judge(&context, &plan, &reports)?;
+        let (mut reserved, mut reports) = (started, Vec::new());
+        // Only once: what its nodes do not stand by after all is made anew.
+        let earlier = match is_first && generation != shard.generation {
+            true => self.proven_before(shard, &info, &directory, &plan, generation).await,
+            false => None,
+        };
+        let receipt = match earlier {
+            Some(receipt) => receipt,
+            None => {
+                about_to(Stage::Reserve, stripe);
+                self.reserve(&orders).await?;
+                reserved = self.clock.now();
+                about_to(Stage::Run, stripe);
+                reports = self.run(&orders, &plan, &directory).await?;
+                about_to(Stage::Proof, stripe);
+                let pieces = judge(&context, &plan, &reports)?;
+                let (cluster, code) = (self.cluster, plan.code);
+                Receipt { cluster, stripe, attempt, generation, code, pieces }
+            }
+        };
         let proven = self.clock.now();
-        let receipt =
-            Receipt { cluster: self.cluster, stripe, attempt, generation, code: plan.code, pieces };
         self.put_receipts(shard, &orders, &receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
@@ -281,6 +293,28 @@ impl Coordinator {
         Ok(())
     }
 
+    /// The receipt of an earlier owner's run, if all of its pieces are on the nodes that this plan has them on: they were proven,
+    /// and it need not run again.
+    async fn proven_before(
+        &self,
+        shard: &OwnedShard,
+        info: &StripeInfo,
+        directory: &Directory,
+        plan: &Plan,
+        generation: Generation,
+    ) -> Option<Receipt> {
+        let (root, attempt) = (&shard.root, plan.attempt);
+        let found = records::receipt(&self.caller, directory, root, info, attempt).await;
+        let receipt = found.ok().filter(|receipt| {
+            let is_home = |piece: &ReceiptPiece| plan.home(piece.piece) == Some(piece.node);
+            receipt.generation == generation
+                && receipt.code == plan.code
+                && receipt.pieces.iter().all(is_home)
+        })?;
+        let held = self.pieces_held(info, directory, &receipt).await;
+        (held.len() == receipt.pieces.len()).then_some(receipt)
+    }
+
     /// Whether the pieces of the receipt that nodes have now are enough to read every block.
     async fn pieces_span(
         &self,
@@ -289,6 +323,18 @@ impl Coordinator {
         receipt: &Receipt,
     ) -> bool {
         let Some(code) = table::by_id(receipt.code) else { return false };
+        let available = self.pieces_held(info, directory, receipt).await;
+        let all: Vec<usize> = (0..code.k()).collect();
+        reconstruct(&code, &available, &all).is_ok()
+    }
+
+    /// The pieces of the receipt that their nodes have now.
+    async fn pieces_held(
+        &self,
+        info: &StripeInfo,
+        directory: &Directory,
+        receipt: &Receipt,
+    ) -> Vec<usize> {
         let nodes: BTreeSet<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
         let held = self.inspect(directory, info, nodes).await;
         let is_there = |piece: &&ReceiptPiece| {
@@ -303,10 +349,7 @@ impl Coordinator {
             let files = held.get(&piece.node).and_then(Option::as_ref);
             files.into_iter().flatten().any(|view| view.file == file && view.root == piece.root)
         };
-        let available: Vec<usize> =
-            receipt.pieces.iter().filter(is_there).map(|piece| piece.piece.into()).collect();
-        let all: Vec<usize> = (0..code.k()).collect();
-        reconstruct(&code, &available, &all).is_ok()
+        receipt.pieces.iter().filter(is_there).map(|piece| piece.piece.into()).collect()
     }
 
     /// Orders the drops; a holder that does not answer leaves the stripe as not dropped, to be asked again.

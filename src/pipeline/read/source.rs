@@ -17,8 +17,11 @@ use crate::net::call::{CallError, Exchange, address};
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{Read, ReadAnswer};
 
-/// A source that gives nothing for so long is passed over once, for others that may do without it.
+/// A source that gives nothing for so long, or has come to be so far behind [`SLOW_PACE`], is passed over, for others that may do
+/// without it.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
+/// The time in which the slowest source that nobody minds gives a grain while it is waited for: 1 MB/s.
+const SLOW_PACE: Duration = Duration::from_millis(64);
 /// The same for the answer to an open.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
 /// A source that gives nothing for so long, when it is tried again for want of others, is left out.
@@ -31,6 +34,8 @@ pub(super) struct OpenFile {
     holding: Holding,
     /// Its node was passed over before: it is waited for as long as it has to be.
     is_patient: bool,
+    /// How far it is behind [`SLOW_PACE`]. `None`: it was known as slow when it was opened, and is needed all the same.
+    behind: Option<Duration>,
     open: Option<(Exchange, GrainTree)>,
 }
 
@@ -109,8 +114,9 @@ impl StripeReader {
     ) -> Result<OpenFile, Stop> {
         let (len, grains) = (self.file_len(holding), &progress.left);
         let is_patient = progress.passed.contains(&holding.node);
+        let behind = (!self.reading.directory.is_silent(holding.node)).then_some(Duration::ZERO);
         if len == 0 {
-            return Ok(OpenFile { holding, is_patient, open: None });
+            return Ok(OpenFile { holding, is_patient, behind, open: None });
         }
         let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
         let to = self.reading.directory.address(holding.node);
@@ -153,7 +159,7 @@ impl StripeReader {
         if answer.len_bytes != len || tree.root() != holding.root {
             return Err(stop("its hashes are not those of the record".into(), Fault::Rotten));
         }
-        Ok(OpenFile { holding, is_patient, open: Some((exchange, tree)) })
+        Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, tree)) })
     }
 
     /// The next grain of a file, verified by its hash; empty past its end.
@@ -166,8 +172,17 @@ impl StripeReader {
             return Ok(Bytes::new());
         };
         let clock = &**self.reading.caller.clock();
-        let limit = if is_patient { STALL_LIMIT } else { SLOW_LIMIT };
+        let began = clock.now();
+        let limit = match file.behind {
+            _ if is_patient => STALL_LIMIT,
+            Some(behind) => SLOW_LIMIT + SLOW_PACE - behind,
+            None => SLOW_LIMIT,
+        };
         let read = deadline(clock, limit, exchange.recv.read_exact(want)).await;
+        if let Some(behind) = &mut file.behind {
+            // Only while it is waited for: a source is not slow because its reader is.
+            *behind = (*behind + (clock.now() - began)).saturating_sub(SLOW_PACE).min(SLOW_LIMIT);
+        }
         let read = read.map_err(|late| match is_patient {
             true => stop(late.to_string(), Fault::Silent),
             false => Stop::Slow { holdings: vec![holding] },

@@ -1,0 +1,107 @@
+//! Restores from nodes that are slow: the others are read instead, and what is needed all the same is waited for (docs/semantics.md, 6).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use rapidraid::client::{Client, RestoreRequest};
+use rapidraid::id::Step;
+use rapidraid::store::MemoryDisk;
+use rapidraid::units::GRAIN_BYTES;
+use rapidraid::wire::calls::{PlanChoice, Read};
+use tokio::time::Instant;
+
+use crate::world::{World, content, job, options, read_file, save};
+
+/// What a trickling node takes for 64 KiB: each grain comes before anybody would call it silent.
+const TRICKLE: Duration = Duration::from_millis(900);
+/// The same for a healthy one.
+const HEALTHY: Duration = Duration::from_millis(55);
+
+/// A cluster in which all that is sent takes its time, with one step in eight stripes of eight grains.
+async fn saved(nodes: usize, code: (u8, u8), archived: bool) -> (World, Client, usize) {
+    let world = World::simulated(nodes, &[code], 512 << 10, 3).await;
+    let client = world.client();
+    let len = 8 * usize::from(code.1) * (512 << 10) - 1000;
+    save(&client, 1, &[("a", &content(len, 1))]).await;
+    if archived {
+        let chain = options(PlanChoice::Chain);
+        let archived = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await.unwrap();
+        assert_eq!(archived.undropped, 0);
+    }
+    for index in 0..=nodes {
+        world.slow(index, HEALTHY);
+    }
+    (world, client, len)
+}
+
+/// How long a restore takes, whose bytes are right and each of which was written once.
+async fn timed(world: &World, client: &Client, len: usize) -> Duration {
+    let (began, writes) = (Instant::now(), Arc::new(AtomicUsize::new(0)));
+    let out = Arc::new(MemoryDisk::new(1 << 30));
+    let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
+    let count = writes.clone();
+    let progress = Arc::new(move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+    });
+    let report = client.restore(&job(), Some(Step(1)), request, progress).await.unwrap();
+    let lasted = began.elapsed();
+    assert!(read_file(&*out, "a") == content(len, 1));
+    // Grain by grain: a source that takes over begins where the other ended, not before.
+    assert_eq!(writes.load(Ordering::Relaxed), len.div_ceil(GRAIN_BYTES as usize));
+    assert_eq!(report.incidents, Vec::<String>::new(), "slow is no incident");
+    world.assert_idle().await;
+    lasted
+}
+
+/// The node that is asked for the most files, once all of them were read.
+fn busiest(world: &World) -> usize {
+    let asked = world.requests.of::<Read>();
+    let files = |index: &usize| {
+        let name = format!("node{index:02}");
+        asked.iter().filter(|(_, to, _)| *to == name).count()
+    };
+    (1..world.machines.len()).max_by_key(files).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_source_of_eleven_that_trickles_is_passed_over() {
+    for (nodes, code, archived) in [(16, (16, 11), true), (5, (4, 2), false)] {
+        let (world, client, len) = saved(nodes, code, archived).await;
+        world.requests.listen();
+        let healthy = timed(&world, &client, len).await;
+        let slow = busiest(&world);
+        world.slow(slow, TRICKLE);
+        world.requests.listen();
+        let lasted = timed(&world, &client, len).await;
+        assert!(lasted < 2 * healthy, "{lasted:?}, and {healthy:?} when all are well");
+        let asked = world.requests.of::<Read>();
+        let in_the_middle: Vec<_> = asked.iter().filter(|(_, _, read)| read.from > 0).collect();
+        let slow = format!("node{slow:02}");
+        assert!(!in_the_middle.is_empty() && in_the_middle.iter().all(|(_, to, _)| *to != slow));
+        for (_, _, Read { stripe, file, from, .. }) in &in_the_middle {
+            // Who takes over is asked from one grain on in a stripe, or in a block, whatever it had given before.
+            let same = |read: &Read| read.stripe == *stripe && (archived || read.file == *file);
+            assert!(from % GRAIN_BYTES == 0);
+            assert!(in_the_middle.iter().all(|(_, _, read)| !same(read) || read.from == *from));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_all_that_is_left_is_slow_it_is_waited_for() {
+    // Four pieces are left, which are read side by side; or all replicas but those of a node, read one after the other.
+    for (archived, killed, in_a_row) in [(true, 1..=2, 8 * 8), (false, 1..=1, 4 * 8 * 8)] {
+        let (mut world, client, len) = saved(6, (6, 4), archived).await;
+        for index in killed {
+            world.kill(index).await;
+        }
+        for index in 3..=6 {
+            world.slow(index, TRICKLE);
+        }
+        let lasted = timed(&world, &client, len).await;
+        // Two stripes are read at once.
+        let needed = TRICKLE * in_a_row / 2;
+        assert!(lasted < needed + Duration::from_secs(10), "{lasted:?} of {needed:?}");
+    }
+}

@@ -23,6 +23,8 @@ pub use value::{CodeShape, HostPort, LogFormat, LogLevel};
 use crate::id::{ClusterId, PeerName};
 use crate::units::{DEFAULT_BLOCK_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES, MIB};
 
+/// How long leases live where nothing else is configured. With the looks at what is left (`node::waits`) somebody goes on within ten seconds.
+pub const DEFAULT_LEASE: Duration = Duration::from_secs(7);
 /// The name of a configuration file where no other is given.
 pub const FILE_NAME: &str = "rapidraid.toml";
 
@@ -192,7 +194,7 @@ impl NodeConfig {
             block_bytes: layers
                 .get("code.block", block, |v| value::size(v).filter(|bytes| is_block(*bytes)))?
                 .unwrap_or(DEFAULT_BLOCK_BYTES),
-            timeouts: Timeouts { lease: seconds(&layers, "timeouts.lease_s", 10)? },
+            timeouts: Timeouts { lease: seconds(&layers, "timeouts.lease_s", DEFAULT_LEASE)? },
             high_water_percent: layers
                 .get("disk.high_water", "a whole number of percent, 1 to 99", |v| {
                     u8::try_from(v.integer()?).ok().filter(|percent| (1..=99).contains(percent))
@@ -241,12 +243,16 @@ fn flag(layers: &Layers<'_>, key: &'static str, default: bool) -> Result<bool, C
     Ok(layers.get(key, "true or false", layers::Value::flag)?.unwrap_or(default))
 }
 
-fn seconds(layers: &Layers<'_>, key: &'static str, default: u64) -> Result<Duration, ConfigError> {
+fn seconds(
+    layers: &Layers<'_>,
+    key: &'static str,
+    default: Duration,
+) -> Result<Duration, ConfigError> {
     let read = |v: &layers::Value| {
         u64::try_from(v.integer()?).ok().filter(|seconds| (1..=86_400).contains(seconds))
     };
     let found = layers.get(key, "a whole number of seconds, 1 to 86400", read)?;
-    Ok(Duration::from_secs(found.unwrap_or(default)))
+    Ok(found.map_or(default, Duration::from_secs))
 }
 
 /// The name of a failure domain follows the rule for names.

@@ -46,7 +46,7 @@ fn a_minimal_file_has_the_defaults_of_the_page() {
     assert_eq!((config.storage, config.serve_catalogue), (true, false));
     let codes: Vec<String> = config.codes.iter().map(CodeShape::to_string).collect();
     assert_eq!(codes, ["16,11", "14,10", "12,8", "6,4"]);
-    assert_eq!(config.timeouts.lease, Duration::from_secs(10));
+    assert_eq!(config.timeouts.lease, Duration::from_secs(7));
     assert_eq!((config.high_water_percent, config.log_level), (85, LogLevel::Info));
 }
 

@@ -1,113 +1,140 @@
 //! What the catalogue's host finishes for others: saves whose client is gone, saves that were decided and not published,
 //! removals; and it applies the policy.
 //!
-//! Once per lease period it walks over all checkpoints. What cannot go on now, because nodes are away, holds up nothing else.
+//! It looks at all checkpoints several times in a lease period. An open save goes when its lease is over. What has no lease of its own is
+//! left for one period, from when this daemon first saw it, to whoever began it; then it goes on here, in a task of its own: what cannot
+//! go on now, because nodes are away, holds up nothing else. All of it is safe to repeat, and by several at once.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream;
+use tokio::sync::Semaphore;
 
 use super::Node;
-use super::orphans::Compared;
-use super::policy::{Looked, Pending, Survey};
-use super::removal::Removed;
-use super::waits::Waits;
+use super::policy::{Looked, Survey};
+use super::removal::{Removed, Underway};
+use super::waits::{LOOKS, look};
 use super::walk::Walk;
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
-use crate::format::records::{Checkpoint, RemoveReason, Removing, Writing};
+use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::wire::Failure;
 
-/// Removals that are tried in one round.
-const REMOVALS_A_ROUND: usize = 16;
-/// Of these, tried at once.
-const REMOVALS_AT_ONCE: usize = 4;
+/// Decided saves and removals that this daemon goes on with at once.
+const COLLECTED_AT_ONCE: usize = 16;
+
+/// From look to look.
+struct Collector {
+    /// Since when this daemon knows what has no lease.
+    since: HashMap<SaveId, Duration>,
+    slots: Arc<Semaphore>,
+}
+
+impl Collector {
+    /// Whether whoever began it has had his time.
+    fn is_left(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
+        self.since.get(&save).is_some_and(|since| now >= since.saturating_add(lease))
+    }
+}
 
 impl Node {
-    /// Rounds without end.
+    /// Looks without end.
     pub(super) async fn collect(self: Arc<Self>) {
-        let mut decided = HashSet::new();
-        let mut removals = Waits::new(self.settings.lease);
+        let slots = Arc::new(Semaphore::new(COLLECTED_AT_ONCE));
+        let mut collector = Collector { since: HashMap::new(), slots };
         let mut looked = Looked::default();
-        let mut compared = Compared::default();
-        loop {
-            self.clock.sleep(self.settings.lease).await;
+        for number in (1..=LOOKS).cycle() {
+            self.clock.sleep(look(self.settings.lease)).await;
             if !self.serves() {
                 continue;
             }
-            let mut survey = match self.survey(&mut decided, &mut removals).await {
+            let survey = match self.survey(&mut collector).await {
                 Ok(survey) => survey,
                 Err(error) => {
                     tracing::warn!(%error, "collecting what was left half done");
                     continue;
                 }
             };
-            removals.end_round();
-            let mut due = std::mem::take(&mut survey.due);
-            match self.apply_policy(&survey, &removals, &mut looked).await {
-                Ok(retired) => due.extend(retired),
+            if number < LOOKS {
+                continue;
+            }
+            match self.apply_policy(&survey, &mut looked).await {
+                // Nobody else began these.
+                Ok(retired) => {
+                    collector.since.extend(retired.into_iter().map(|save| (save, Duration::ZERO)));
+                }
                 Err(error) => tracing::warn!(%error, "applying the policy"),
-            }
-            self.go_on_removing(due, &mut removals).await;
-            let catalogue = self.catalogue();
-            if let Err(error) = self.compare_holdings(&*catalogue, &mut compared).await {
-                tracing::warn!(%error, "comparing what nodes hold with the catalogue");
-            }
-            if let Err(error) = self.collect_orphans(&*catalogue).await {
-                tracing::warn!(%error, "removing what a lost catalogue left");
             }
         }
     }
 
-    async fn survey(
-        self: &Arc<Self>,
-        decided: &mut HashSet<SaveId>,
-        removals: &mut Waits,
-    ) -> Result<Survey, Failure> {
+    async fn survey(self: &Arc<Self>, collector: &mut Collector) -> Result<Survey, Failure> {
         let catalogue = self.catalogue();
-        let (mut survey, mut still) = (Survey::default(), HashSet::new());
+        let (mut survey, mut since) = (Survey::default(), HashMap::new());
+        let mut note = |save: SaveId, at: Duration| {
+            since.insert(save, at);
+        };
         let mut checkpoints = Walk::over(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
+            let now = self.clock.now();
+            let seen = |save| collector.since.get(&save).copied().unwrap_or(now);
             for entry in checkpoint.removing {
                 survey.removing += 1;
-                let is_due = removals.is_due(entry.save, self.clock.now());
-                if is_due && survey.due.len() < REMOVALS_A_ROUND {
-                    survey.due.push(Pending { job: job.clone(), step, entry });
+                note(entry.save, seen(entry.save));
+                let is_due = self.removals().is_due(entry.save, now);
+                if is_due && collector.is_left(entry.save, now, self.settings.lease) {
+                    self.go_on_removing(&collector.slots, &job, step, entry);
                 }
             }
-            if let Some(Writing::Decided { saved }) = &checkpoint.writing {
-                still.insert(saved.save);
-            }
-            if let Some(writing) = checkpoint.writing
-                && let Err(error) = self.collect_save(&job, step, writing, decided).await
-            {
-                tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
+            match checkpoint.writing {
+                Some(Writing::Open { save, lease, .. }) => {
+                    match self.abandon(&*catalogue, (&job, step), save, lease).await {
+                        // Nobody else will remove its files.
+                        Ok(true) => note(save, Duration::ZERO),
+                        Ok(false) => {}
+                        Err(error) => {
+                            tracing::warn!(%job, %step, %error, "a save that was left open goes later");
+                        }
+                    }
+                }
+                Some(Writing::Decided { saved }) => {
+                    let is_left = collector.is_left(saved.save, now, self.settings.lease);
+                    let is_tried =
+                        is_left && self.go_on_publishing(&collector.slots, &job, step, &saved);
+                    note(saved.save, if is_tried { now } else { seen(saved.save) });
+                }
+                None => {}
             }
             if checkpoint.committed.is_some() {
                 *survey.committed.entry(job).or_default() += 1;
             }
         }
-        *decided = still;
+        collector.since = since;
+        self.removals().end_round();
         Ok(survey)
     }
 
-    async fn go_on_removing(&self, due: Vec<Pending>, removals: &mut Waits) {
-        let mut tries = stream::iter(due)
-            .map(|Pending { job, step, entry }| async move {
-                let tried = self.removal(&job, step, &entry).await;
-                (job, step, entry.save, tried)
-            })
-            .buffer_unordered(REMOVALS_AT_ONCE);
-        while let Some((job, step, save, tried)) = tries.next().await {
-            let why = match tried {
+    /// Goes on with a removal, unless it is under way here, or too many are.
+    fn go_on_removing(
+        self: &Arc<Self>,
+        slots: &Arc<Semaphore>,
+        job: &Job,
+        step: Step,
+        entry: Removing,
+    ) {
+        let Some(mark) = Underway::begin(&self.collecting, entry.save) else { return };
+        let Ok(slot) = slots.clone().try_acquire_owned() else { return };
+        let job = job.clone();
+        self.spawn(|node| async move {
+            let _held = (mark, slot);
+            let why = match node.removal(&job, step, &entry).await {
                 Ok(Removed { is_complete: true, .. }) => {
-                    removals.ended(save);
-                    continue;
+                    node.removals().ended(entry.save);
+                    return;
                 }
                 Ok(Removed { answer, .. }) => {
                     let names: Vec<&str> =
@@ -117,52 +144,59 @@ impl Node {
                 Err(error) => error.to_string(),
             };
             tracing::info!(%job, %step, why, "a removal goes on later");
-            removals.failed(save, (&job, step), self.clock.now(), why);
-        }
+            node.removals().failed(entry.save, (&job, step), node.clock.now(), why);
+        });
     }
 
-    async fn collect_save(
+    /// Publishes what was decided, unless that is under way here, or too much is; whether it has begun.
+    fn go_on_publishing(
         self: &Arc<Self>,
+        slots: &Arc<Semaphore>,
         job: &Job,
         step: Step,
-        writing: Writing,
-        decided: &HashSet<SaveId>,
-    ) -> Result<(), Failure> {
-        let catalogue = self.catalogue();
-        match writing {
-            Writing::Open { save, lease, .. } => {
-                if catalogue.lease_touch(lease, false).await? {
-                    return Ok(());
-                }
-                self.abandon(&*catalogue, job, step, save, lease).await
+        saved: &Saved,
+    ) -> bool {
+        let Some(mark) = Underway::begin(&self.collecting, saved.save) else { return false };
+        let Ok(slot) = slots.clone().try_acquire_owned() else { return false };
+        let (job, saved) = (job.clone(), saved.clone());
+        self.spawn(|node| async move {
+            let _held = (mark, slot);
+            if let Err(error) = node.publish(&job, step, saved).await {
+                tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
             }
-            // Seen twice in a row: its gateway is gone, or is at it; publishing twice does no harm.
-            Writing::Decided { saved } if decided.contains(&saved.save) => {
-                self.publish(job, step, saved).await.map(drop)
-            }
-            Writing::Decided { .. } => Ok(()),
-        }
+        });
+        true
     }
 
+    /// Aborts an open save whose lease is over; whether it was that.
     async fn abandon(
         &self,
         catalogue: &dyn Catalogue,
-        job: &Job,
-        step: Step,
+        (job, step): (&Job, Step),
         of: SaveId,
-        over: LeaseId,
-    ) -> Result<(), Failure> {
+        lease: LeaseId,
+    ) -> Result<bool, Failure> {
+        if catalogue.lease_touch(lease, false).await? {
+            return Ok(false);
+        }
+        let mut is_aborted = false;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
             match checkpoint.writing.take() {
-                Some(Writing::Open { save, generation, lease }) if save == of && lease == over => {
+                Some(Writing::Open { save, generation, lease: over })
+                    if save == of && lease == over =>
+                {
                     let reason = RemoveReason::Aborted;
                     checkpoint.removing.push(Removing { save, generation, reason });
+                    is_aborted = true;
                     Ok(Some(checkpoint))
                 }
-                _ => Ok(None),
+                _ => {
+                    is_aborted = false;
+                    Ok(None)
+                }
             }
         };
         update(catalogue, &checkpoint_key(job, step), change).await?;
-        Ok(())
+        Ok(is_aborted)
     }
 }

@@ -8,11 +8,12 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::failure::failure;
-use super::waits::{grown, renewal};
+use super::waits::{grown, look, renewal};
+use super::walk::Walk;
 use super::{MAX_MET, Node};
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{ARCHIVINGS, Archiving, NODES, parse, parse_archiving_key};
-use crate::catalogue::{Catalogue, MAX_PAGE, SetOutcome};
+use crate::catalogue::{Catalogue, SetOutcome};
 use crate::id::LeaseId;
 use crate::kind::Kind;
 use crate::net::{Peer, Role};
@@ -138,7 +139,7 @@ impl Node {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
         let mut met = HashMap::new();
         loop {
-            self.clock.sleep(renewal(self.settings.lease)).await;
+            self.clock.sleep(look(self.settings.lease)).await;
             match self.take_over(&slots, &met).await {
                 Ok(now_met) => met = now_met,
                 Err(error) => {
@@ -157,7 +158,8 @@ impl Node {
     ) -> Result<HashMap<String, Met>, Failure> {
         let catalogue = self.catalogue();
         let mut now_met = HashMap::new();
-        for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
+        let mut wishes = Walk::over(&*catalogue, ARCHIVINGS);
+        while let Some((key, entry)) = wishes.next().await? {
             let archiving: Archiving = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_archiving_key(&key) else { continue };
             if catalogue.lease_touch(archiving.lease, false).await? {
@@ -179,7 +181,9 @@ impl Node {
                 let found = (archiving, revision);
                 match coordinator.take_over(&job, step, found, &events).await {
                     Ok(()) => tracing::info!(%job, %step, "a take-over has ended"),
-                    Err(error) => tracing::info!(%job, %step, %error, "a take-over did not finish"),
+                    Err(error) => {
+                        tracing::info!(%job, %step, %error, "a take-over did not finish")
+                    }
                 }
                 drop(slot);
             });

@@ -26,7 +26,7 @@ mod saving;
 mod waits;
 mod walk;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -35,6 +35,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use hosting::Hosting;
+use removal::Underways;
 
 pub use daemon::{Daemon, NodeError};
 
@@ -171,7 +172,11 @@ pub struct Node {
     runs: Runs,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
-    sweeping: Arc<Mutex<HashSet<SaveId>>>,
+    sweeping: Underways,
+    /// Saves that the collector is at.
+    collecting: Underways,
+    /// Removals that it waits for.
+    removals: Mutex<waits::Waits>,
     rebuilding: tokio::sync::Mutex<()>,
     /// Nodes that introduced themselves.
     met: Mutex<BTreeMap<PeerName, formats::Node>>,
@@ -216,6 +221,7 @@ impl Node {
             budgets.archive.clone(),
         );
         let policy = policy::Desk::new(settings.lease);
+        let removals = Mutex::new(waits::Waits::new(settings.lease));
         let node = Arc::new(Self {
             id: NodeId::of(&settings.name),
             settings,
@@ -232,6 +238,8 @@ impl Node {
             fences: Mutex::default(),
             tombstones: Mutex::default(),
             sweeping: Arc::default(),
+            collecting: Arc::default(),
+            removals,
             rebuilding: tokio::sync::Mutex::default(),
             met: Mutex::default(),
             policy,
@@ -245,6 +253,7 @@ impl Node {
         node.spawn(Self::keep_looking);
         node.spawn(Self::keep_hosting);
         node.spawn(Self::collect);
+        node.spawn(Self::keep_orphans);
         Ok(node)
     }
 

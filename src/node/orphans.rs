@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
+use std::sync::Arc;
 
 use super::Node;
 use super::census::node_address;
@@ -18,7 +19,7 @@ const JUDGED_A_ROUND: usize = 16;
 
 /// Nodes whose saves were compared with the catalogue of an epoch, and those of their saves that wait for a judgement.
 #[derive(Default)]
-pub(super) struct Compared {
+struct Compared {
     epoch: Epoch,
     nodes: BTreeSet<PeerName>,
     waiting: BTreeSet<SaveId>,
@@ -36,9 +37,27 @@ enum Fate {
 }
 
 impl Node {
+    /// Once per lease period, while this daemon hosts the catalogue.
+    pub(super) async fn keep_orphans(self: Arc<Self>) {
+        let mut compared = Compared::default();
+        loop {
+            self.clock.sleep(self.settings.lease).await;
+            if !self.serves() {
+                continue;
+            }
+            let catalogue = self.catalogue();
+            if let Err(error) = self.compare_holdings(&*catalogue, &mut compared).await {
+                tracing::warn!(%error, "comparing what nodes hold with the catalogue");
+            }
+            if let Err(error) = self.collect_orphans(&*catalogue).await {
+                tracing::warn!(%error, "removing what a lost catalogue left");
+            }
+        }
+    }
+
     /// A catalogue that was rebuilt without a node does not know what that node holds: the home looks once at each. A save that no step
     /// has is an orphan when some node has buried it, or all say that it has no mark.
-    pub(super) async fn compare_holdings(
+    async fn compare_holdings(
         &self,
         catalogue: &dyn Catalogue,
         compared: &mut Compared,
@@ -100,7 +119,7 @@ impl Node {
     }
 
     /// Goes on with them, as far as that goes now. One stays on the list until every node has removed it.
-    pub(super) async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), Failure> {
+    async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), Failure> {
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<_> = nodes.filter(|node| node.storage).collect();
         let mut orphans = Walk::over(catalogue, ORPHANS);

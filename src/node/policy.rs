@@ -19,9 +19,7 @@ use crate::catalogue::records::{
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
-use crate::format::records::{
-    Checkpoint, RemoveReason, Removing, Saved, ShardRoot, ShardState, StripeState,
-};
+use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step};
 use crate::kind::Kind;
 use crate::wire::Failure;
@@ -44,21 +42,12 @@ const MAX_VIEWS: usize = 64;
 const OPTIONS: ArchiveOptions =
     ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
 
-/// A save that is being removed.
-pub(super) struct Pending {
-    pub(super) job: Job,
-    pub(super) step: Step,
-    pub(super) entry: Removing,
-}
-
 /// What a walk over all checkpoints found.
 #[derive(Default)]
 pub(super) struct Survey {
     /// Committed steps of each job.
     pub(super) committed: BTreeMap<Job, u64>,
-    /// Removals that may be tried now; a bounded number of them.
-    pub(super) due: Vec<Pending>,
-    /// All that are under way.
+    /// Removals that are under way.
     pub(super) removing: u64,
 }
 
@@ -89,7 +78,7 @@ type Wish = (Job, Step, Option<Waiting>);
 /// One round, as far as it has come.
 #[derive(Default)]
 struct Round {
-    retired: Vec<Pending>,
+    retired: Vec<SaveId>,
     to_retire: u64,
     to_archive: u64,
     still_archived: HashSet<SaveId>,
@@ -104,13 +93,12 @@ impl Node {
         self.policy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One round; gives what it has retired. `removals` are those that wait, for `status`.
+    /// One round; gives what it has retired.
     pub(super) async fn apply_policy(
         self: &Arc<Self>,
         survey: &Survey,
-        removals: &Waits,
         memory: &mut Looked,
-    ) -> Result<Vec<Pending>, Failure> {
+    ) -> Result<Vec<SaveId>, Failure> {
         let catalogue = self.catalogue();
         let wishes = wishes(&*catalogue).await?;
         let mut round = Round::default();
@@ -129,7 +117,7 @@ impl Node {
             memory.archiving = Some(self.archive_by_policy(job, step, save));
         }
         let removing = survey.removing + round.retired.len() as u64;
-        self.report(&round, &wishes, removals, removing);
+        self.report(&round, &wishes, removing);
         Ok(round.retired)
     }
 
@@ -221,7 +209,7 @@ impl Node {
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
                 "retired by the policy: enough newer steps are committed"
             );
-            round.retired.push(Pending { job: job.clone(), step, entry });
+            round.retired.push(entry.save);
         }
         Ok(())
     }
@@ -257,7 +245,11 @@ impl Node {
         })
     }
 
-    fn report(&self, round: &Round, wishes: &[Wish], removals: &Waits, removing: u64) {
+    pub(super) fn removals(&self) -> MutexGuard<'_, Waits> {
+        self.removals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report(&self, round: &Round, wishes: &[Wish], removing: u64) {
         let mut desk = self.desk();
         desk.waits.end_round();
         // What is asked for waits, or is at work, in the catalogue; the failures that are remembered here are older.
@@ -265,7 +257,8 @@ impl Node {
             wishes.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
         };
         let mut waiting: Vec<PolicyWait> =
-            desk.waits.views().filter(|wait| !is_asked(wait)).chain(removals.views()).collect();
+            desk.waits.views().filter(|wait| !is_asked(wait)).collect();
+        waiting.extend(self.removals().views());
         waiting.extend(wishes.iter().filter_map(|(job, step, waiting)| {
             let Waiting { failures, why } = waiting.clone()?;
             Some(PolicyWait { job: job.clone(), step: *step, failures, why })

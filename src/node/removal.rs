@@ -184,7 +184,7 @@ impl Node {
     pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
         let mut waits = 0;
         let mark = loop {
-            match Sweeping::begin(&self.sweeping, save) {
+            match Underway::begin(&self.sweeping, save) {
                 Some(mark) => break mark,
                 None if waits == SWEEP_WAITS => {
                     let text = format!("save {save} is being swept here: ask again");
@@ -221,21 +221,24 @@ impl Node {
     }
 }
 
-/// The mark that a save is being swept.
-struct Sweeping {
-    all: Arc<Mutex<HashSet<SaveId>>>,
+/// Saves that somebody here is at.
+pub(super) type Underways = Arc<Mutex<HashSet<SaveId>>>;
+
+/// The mark that somebody here is at a save, until it is dropped.
+pub(super) struct Underway {
+    all: Underways,
     save: SaveId,
 }
 
-impl Sweeping {
+impl Underway {
     /// `None`: it has the mark.
-    fn begin(all: &Arc<Mutex<HashSet<SaveId>>>, save: SaveId) -> Option<Self> {
+    pub(super) fn begin(all: &Underways, save: SaveId) -> Option<Self> {
         let is_new = all.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
         is_new.then(|| Self { all: all.clone(), save })
     }
 }
 
-impl std::ops::Drop for Sweeping {
+impl std::ops::Drop for Underway {
     fn drop(&mut self) {
         self.all.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.save);
     }

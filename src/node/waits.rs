@@ -1,6 +1,6 @@
 //! How long nodes wait before they do something again: leases before they end; what cannot go on now later each time, growing with every failure in a row.
 //!
-//! In memory only: after a restart everything is tried at once, once.
+//! In memory only: after a restart everything is tried again without a wait, once.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,6 +12,14 @@ use crate::wire::policy::PolicyWait;
 const MAX_WAIT: Duration = Duration::from_secs(600);
 /// Saves that are waited for at once. What does not fit is not remembered, and its callers bound how much they try in a round.
 const MAX_WAITS: usize = 4096;
+
+/// Looks in a lease period at what others left half done. What somebody left when he vanished is found within a period and one look.
+pub(super) const LOOKS: u32 = 4;
+
+/// How long lies between two such looks.
+pub(super) fn look(lease: Duration) -> Duration {
+    lease / LOOKS
+}
 
 /// How long a lease is kept alive before it would end.
 pub(super) fn renewal(lease: Duration) -> Duration {

@@ -174,6 +174,10 @@ async fn a_daemon_that_knows_no_storage_node_says_so() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    // The new home tells the others of itself three times in its lease period: later than all this takes.
+    world.kill(1).await;
+    world.lease = Duration::from_secs(60);
+    world.boot(1);
     lose_catalogue(&mut world).await;
     rebuild_on(&client, 1, false).await.unwrap();
     world.machines[0].disk.remove("members").unwrap();

@@ -20,7 +20,7 @@ use bytes::Bytes;
 use power::{Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
 use rapidraid::clock::Clock;
-use rapidraid::config::{Policy, Rule};
+use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
@@ -183,7 +183,7 @@ impl World {
             block_bytes,
             memory_bytes,
             codes: codes.to_vec(),
-            lease: Duration::from_secs(10),
+            lease: DEFAULT_LEASE,
             policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             workers: Workers::new(4),
             seed: 0,

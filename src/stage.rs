@@ -1,6 +1,6 @@
-//! The stages of a save, an archiving, a removal and a restore, by name: each is said in the log by whoever is about to take it.
+//! The stages of a save, an archiving, a removal, a rebuild and a restore, by name: each is said in the log by whoever is about to take it.
 //!
-//! An operator sees where something stands, and a test kills a process exactly there. The names are those of docs/semantics.md, 3 to 6.
+//! An operator sees where something stands, and a test kills a process exactly there. The names are those of docs/semantics.md, 3 to 6 and 8.
 //! Nothing else depends on them: a line is written before its stage, and says nothing about how it ends.
 
 use std::fmt::Display;
@@ -88,6 +88,12 @@ stages! {
     Grave = "grave",
     /// Removal, gateway: the catalogue forgets the save.
     Forget = "forget",
+    /// Rebuild, node: the next epoch is noted.
+    Claim = "claim",
+    /// Rebuild, daemon: what the nodes hold that claimed is read to the end.
+    Census = "census",
+    /// Rebuild, daemon: the new map gets its epoch.
+    Map = "map",
     /// Restore, client: a way to read each stripe is looked for.
     Plan = "plan",
     /// Restore, client: the first byte is written.

@@ -8,6 +8,8 @@ mod machine;
 
 #[path = "kills/cell.rs"]
 mod cell;
+#[path = "kills/damage.rs"]
+mod damage;
 #[path = "kills/fleet.rs"]
 mod fleet;
 #[path = "kills/ledger.rs"]
@@ -30,7 +32,7 @@ use fleet::{Fleet, Plan};
 /// Fleets that cells are played on at once: a cell mostly waits.
 const JOBS: u64 = 3;
 /// Cells in the suite: each role, each operation, the stages around each commit point.
-const SUITE: [&str; 12] = [
+const SUITE: [&str; 13] = [
     "gateway:save.decide",
     "head:save.block",
     "home:save.publish",
@@ -43,6 +45,7 @@ const SUITE: [&str; 12] = [
     "client:archive.reserve",
     "gateway:rm.tombstone",
     "middle:rm.sweep",
+    "sayer:mend.fetch",
 ];
 
 /// Kills of the suite's storm.
@@ -66,7 +69,7 @@ fn play_cells(cells: &[Cell]) {
             let began = Instant::now();
             let now = fleet.take().unwrap_or_else(fleet_of_cells);
             match catch_unwind(AssertUnwindSafe(|| now.play(*cell, seed, at as u64 + 1))) {
-                Ok(()) => fleet = Some(now),
+                Ok(()) => fleet = Some(now).filter(|_| !cell.moves_the_home()),
                 Err(_) => failed.lock().unwrap().push(*cell),
             }
             let (all, took) = (cells.len(), began.elapsed().as_secs_f64());

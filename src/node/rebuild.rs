@@ -21,6 +21,7 @@ use crate::format::records::{
 };
 use crate::id::{Epoch, Generation, LeaseId, MapId, NodeId, StripeId};
 use crate::kind::Kind;
+use crate::stage::{Stage, about_to};
 use crate::store::Kv;
 use crate::wire::Failure;
 use crate::wire::calls::{
@@ -35,6 +36,11 @@ const MAX_LISTED: usize = 1000;
 
 impl Node {
     pub(super) async fn claim(&self, call: Claim) -> Result<(), Failure> {
+        about_to(Stage::Claim, call.epoch);
+        self.claim_here(call).await
+    }
+
+    async fn claim_here(&self, call: Claim) -> Result<(), Failure> {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
         self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
         self.remote.expect(call.epoch, Some(call.map));
@@ -92,6 +98,7 @@ impl Node {
         enough(&members, &claimed, self.configured_codes(), accept_loss)?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
         // Again, now that nothing of an older epoch is taken any more.
+        about_to(Stage::Census, epoch);
         let sources = storage(&claimed);
         let census = self.census(&sources, generation).await?;
         check_census(&census, &members, &claimed, accept_loss)?;
@@ -119,6 +126,7 @@ impl Node {
         }
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
+        about_to(Stage::Map, epoch);
         self.serve_map(writer.finish(epoch, map)?, epoch)?;
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
@@ -180,7 +188,7 @@ impl Node {
     ) -> Result<Vec<NodeRecord>, Failure> {
         let call = Claim { epoch, map, home: self.address() };
         // This node first: whoever cannot claim here claims nowhere.
-        self.claim(call.clone()).await?;
+        self.claim_here(call.clone()).await?;
         let asks = reached.iter().map(|node| {
             let call = &call;
             async move { (node, self.caller.call(&node_address(node), call).await) }

@@ -28,6 +28,10 @@ pub enum Deed {
     Archive,
     Rm,
     Restore,
+    /// An archiving that has to make a replica again first.
+    Mend,
+    /// The catalogue is lost, with the daemon that had it, and made again on another one.
+    Rebuild,
 }
 
 /// Who dies.
@@ -39,23 +43,32 @@ pub enum Role {
     Tail,
     Home,
     Client,
+    /// Whoever says the stage.
+    Sayer,
 }
 
-const DEEDS: [(Deed, &str); 5] = [
+const DEEDS: [(Deed, &str); 7] = [
     (Deed::Save, "save"),
     (Deed::Replace, "replace"),
     (Deed::Archive, "archive"),
     (Deed::Rm, "rm"),
     (Deed::Restore, "restore"),
+    (Deed::Mend, "mend"),
+    (Deed::Rebuild, "rebuild"),
 ];
-const ROLES: [(Role, &str); 6] = [
+const ROLES: [(Role, &str); 7] = [
     (Role::Gateway, "gateway"),
     (Role::Head, "head"),
     (Role::Middle, "middle"),
     (Role::Tail, "tail"),
     (Role::Home, "home"),
     (Role::Client, "client"),
+    (Role::Sayer, "sayer"),
 ];
+/// The member that loses a replica: the second holder of block 0.
+const LOSER: usize = 2;
+/// The member that makes the catalogue again.
+const REBUILDER: usize = 0;
 
 /// The stages of a deed that always come.
 fn stages(deed: Deed) -> &'static [Stage] {
@@ -69,6 +82,8 @@ fn stages(deed: Deed) -> &'static [Stage] {
         ],
         Deed::Rm => &[Removing, Fence, Tombstone, Sweep, Grave, Forget],
         Deed::Restore => &[Plan, Deliver, Finish],
+        Deed::Mend => &[Fetch],
+        Deed::Rebuild => &[Claim, Census, Map],
     }
 }
 
@@ -82,6 +97,13 @@ pub struct Cell {
 
 fn word<T: PartialEq>(words: &[(T, &'static str)], of: &T) -> &'static str {
     words.iter().find(|(value, _)| value == of).map_or("", |(_, word)| word)
+}
+
+impl Cell {
+    /// Whether another daemon serves the catalogue afterwards: the fleet is no more as cells want it.
+    pub fn moves_the_home(&self) -> bool {
+        self.deed == Deed::Rebuild
+    }
 }
 
 impl fmt::Display for Cell {
@@ -110,6 +132,10 @@ pub fn all() -> Vec<Cell> {
                 && matches!(stage, Stage::Fence | Stage::Tombstone | Stage::Sweep | Stage::Forget);
             let roles = ROLES.iter().map(|(role, _)| *role);
             let roles = roles.filter(|role| match role {
+                // The daemon that rebuilds, and one that has claimed; the home is gone already.
+                Role::Head | Role::Middle if deed == Deed::Rebuild => true,
+                Role::Sayer => deed == Deed::Mend || stage == Stage::Claim,
+                _ if deed == Deed::Rebuild => false,
                 Role::Client => !later,
                 // A restore goes to the nodes themselves.
                 Role::Gateway => deed != Deed::Restore,
@@ -148,6 +174,7 @@ impl Fleet {
         let at = match role {
             Role::Gateway => return Victim::Gateway,
             Role::Client => return Victim::Named("client".into()),
+            Role::Sayer => return Victim::Sayer,
             Role::Head => 0,
             Role::Middle => 2,
             Role::Tail => 5,
@@ -169,9 +196,12 @@ impl Play<'_> {
         match deed {
             Deed::Save => format!("save j/{step} new"),
             Deed::Replace => format!("save j/{step} new --replace"),
-            Deed::Archive => format!("archive j/{step}"),
+            Deed::Archive | Deed::Mend => format!("archive j/{step}"),
             Deed::Rm => format!("rm j/{step}"),
             Deed::Restore => format!("restore j/{step} --force --out out"),
+            Deed::Rebuild => {
+                format!("catalogue rebuild --on {}", self.fleet.members[REBUILDER].address)
+            }
         }
     }
 
@@ -181,12 +211,18 @@ impl Play<'_> {
         match cell.deed {
             Deed::Save => {}
             Deed::Replace => drop(fleet.ask(&format!("save j/{step} old --json"))),
-            Deed::Archive | Deed::Rm | Deed::Restore => {
+            Deed::Archive | Deed::Rm | Deed::Restore | Deed::Mend | Deed::Rebuild => {
                 drop(fleet.ask(&format!("save j/{step} new --json")));
             }
         }
-        if is_archived && matches!(cell.deed, Deed::Replace | Deed::Rm | Deed::Restore) {
+        use Deed::{Mend, Rebuild, Replace, Restore, Rm};
+        if is_archived && matches!(cell.deed, Replace | Rm | Restore | Rebuild) {
             self.archive();
+        }
+        match cell.deed {
+            Mend => fleet.lose_replica(LOSER),
+            Rebuild => fleet.lose_catalogue(),
+            _ => {}
         }
         // At once, or when leases are over and others have gone on.
         let away = if (variant / 2).is_multiple_of(2) { Duration::ZERO } else { LEASE * 3 / 2 };
@@ -194,17 +230,22 @@ impl Play<'_> {
         let killed = ended.code == -1 && cell.role == Role::Client;
         assert!(ended.code == 0 || killed || is_legal(&ended), "{cell} ended so: {ended:?}");
         let done = ended.code == 0;
+        // The first answer counts: what was reported is so, and what was not is so whole or not at all.
         match cell.deed {
-            Deed::Save if done => self.assert_has(&["new"]),
-            Deed::Replace if done => self.assert_has(&["new"]),
-            Deed::Replace => self.assert_has(&["old", "new"]),
-            _ => {}
+            Deed::Save if !done => self.assert_is(&["new"], true),
+            Replace if !done => self.assert_is(&["old", "new"], false),
+            Rm if !done => self.assert_is(&["new"], true),
+            Rm => self.assert_is(&[], true),
+            _ => self.assert_is(&["new"], false),
         }
         self.again(cell.deed, done);
+        if cell.deed == Rebuild {
+            fleet.restart(fleet.home);
+        }
         if cell.deed != Deed::Rm {
-            self.assert_has(&["new"]);
+            self.assert_is(&["new"], false);
             self.archive();
-            self.assert_has(&["new"]);
+            self.assert_is(&["new"], false);
             self.again(Deed::Rm, false);
         }
         fleet.until_bare();
@@ -258,6 +299,7 @@ impl Play<'_> {
                 (_, 0) => true,
                 (Deed::Save, _) => kind == "exists" && message.contains("is committed"),
                 (Deed::Rm, _) => kind == "not_found",
+                (Deed::Rebuild, _) => kind == "exists" && message.contains("nothing to rebuild"),
                 _ => false,
             };
             if over {
@@ -276,15 +318,31 @@ impl Play<'_> {
         self.fleet.until("all is archived and dropped", || self.fleet.ask(&line)["undropped"] == 0);
     }
 
-    /// A restore gives one of these folders, byte for byte.
-    fn assert_has(&mut self, any_of: &[&str]) {
+    /// A restore gives one of these folders, byte for byte; `or_none`: or there is no such step.
+    fn assert_is(&mut self, any_of: &[&str], or_none: bool) {
         self.outs += 1;
         let out = format!("out-{}-{}", self.step, self.outs);
-        self.fleet.ask(&format!("restore j/{} --force --out {out} --json", self.step));
-        let found = tree(&self.fleet.path(&out));
-        let is_one = any_of.iter().any(|folder| tree(&self.fleet.path(folder)) == found);
-        assert!(is_one, "{out} is none of {any_of:?}\n{}", self.fleet.watch.tails());
-        std::fs::remove_dir_all(self.fleet.path(&out)).unwrap();
+        let line = format!("restore j/{} --force --out {out} --json", self.step);
+        let (fleet, tails) = (self.fleet, || self.fleet.watch.tails());
+        let started = Instant::now();
+        loop {
+            let ended = fleet.run(&line);
+            if ended.code == 0 {
+                break;
+            }
+            let kind = kind_of(&ended);
+            if kind == "not_found" {
+                assert!(or_none, "none of {any_of:?} is there: {ended:?}\n{}", tails());
+                return;
+            }
+            let has_time = started.elapsed() < SETTLE_LIMIT;
+            assert!(is_legal(&ended) && has_time, "{line}: {ended:?}\n{}", tails());
+            sleep(LOOK);
+        }
+        let found = tree(&fleet.path(&out));
+        let is_one = any_of.iter().any(|folder| tree(&fleet.path(folder)) == found);
+        assert!(is_one, "{out} is none of {any_of:?}\n{}", tails());
+        std::fs::remove_dir_all(fleet.path(&out)).unwrap();
     }
 }
 

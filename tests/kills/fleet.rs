@@ -98,7 +98,8 @@ impl Fleet {
         self.members.iter().position(|member| member.name == name).unwrap()
     }
 
-    fn launch(&self, at: usize) {
+    /// Starts a daemon that does not run.
+    pub fn launch(&self, at: usize) {
         let name = &self.members[at].name;
         let mut command = program(self.folder.path());
         let config = self.path(&format!("cluster/nodes/{name}/rapidraid.toml"));

@@ -1,4 +1,4 @@
-//! A fleet at rest: nothing is open, nothing is left to remove, no memory is held, and no file is there that nobody needs.
+//! A fleet at rest: nothing is open, nothing is left to remove, no memory is held, and no file and no key is there that nobody needs.
 
 use std::thread::sleep;
 use std::time::Instant;
@@ -10,6 +10,8 @@ use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT, files_below};
 /// What a data folder may have when no checkpoint is committed.
 const KEPT: [&str; 4] = ["lock", "node.id", "epoch", "members"];
 const KEPT_BELOW: [&str; 3] = ["index/", "catalogue/", "graves/"];
+/// A map that an interrupted rebuild began is set aside by the next one.
+const KEPT_ASIDE: &str = "catalogue.broken-";
 
 impl Fleet {
     /// Waits until nothing is committed and all that was is gone, everywhere.
@@ -42,13 +44,19 @@ impl Fleet {
             let name = &self.members[at].name;
             why.extend(self.needless(at).into_iter().map(|file| format!("{name}: {file}")));
         }
+        match self.catalogue_keys(status["catalogue"].as_str().unwrap_or_default()) {
+            Ok(keys) => why.extend(keys.into_iter().filter(|key| !key.starts_with("n/"))),
+            Err(error) => why.push(error),
+        }
         why
     }
 
     /// The files of a node that belong to nothing when nothing is committed.
     fn needless(&self, at: usize) -> Vec<String> {
         let is_kept = |file: &String| {
-            KEPT.contains(&file.as_str()) || KEPT_BELOW.iter().any(|below| file.starts_with(below))
+            KEPT.contains(&file.as_str())
+                || file.starts_with(KEPT_ASIDE)
+                || KEPT_BELOW.iter().any(|below| file.starts_with(below))
         };
         let mut files = files_below(&self.data_folder(at));
         files.retain(|file| !is_kept(file));

@@ -1,0 +1,56 @@
+//! What goes missing behind the daemons' backs, and a look at the catalogue that no command gives: with a node's own key, as the nodes see it.
+
+use rapidraid::clock::SystemClock;
+use rapidraid::net::call::Caller;
+use rapidraid::net::identity::Identity;
+use rapidraid::net::pool::Pool;
+use rapidraid::net::quic::{QuicTransport, TransportLimits};
+use rapidraid::net::{Address, Transport};
+use rapidraid::wire::calls::CatalogueList;
+use std::sync::Arc;
+
+use crate::fleet::{Fleet, LEASE, files_below};
+
+/// Keys that are asked for at once: more than a fleet at rest has nodes, and enough to say what is left.
+const SHOWN: u32 = 100;
+
+impl Fleet {
+    /// The home's disk fails: the daemon is gone, and its map with it.
+    pub fn lose_catalogue(&self) {
+        self.kill(self.home);
+        self.bury(self.home);
+        std::fs::remove_dir_all(self.data_folder(self.home).join("catalogue")).unwrap();
+    }
+
+    /// A node loses a replica, and starts again without it.
+    pub fn lose_replica(&self, at: usize) {
+        self.kill(at);
+        self.bury(at);
+        let shards = self.data_folder(at).join("shards");
+        let replica = files_below(&shards).into_iter().find(|file| file.ends_with(".rep"));
+        std::fs::remove_file(shards.join(replica.unwrap())).unwrap();
+        self.restart(at);
+    }
+
+    /// Keys of the catalogue that the daemon `home` serves.
+    pub fn catalogue_keys(&self, home: &str) -> Result<Vec<String>, String> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let folder = self.path(&format!("cluster/nodes/{home}"));
+            let pem = |name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
+            let identity =
+                Identity::from_pem(&pem("ca.pem"), &pem("certificate.pem"), &pem("key.pem"))
+                    .unwrap();
+            let (limits, clock) = (TransportLimits::default(), SystemClock::new());
+            let transport = QuicTransport::connect_only(&identity, &limits, clock.clone()).await;
+            let transport: Arc<dyn Transport> = Arc::new(transport.unwrap());
+            let caller = Caller::new(Pool::new(transport.clone(), clock.clone()), clock, 3 * LEASE);
+            let host_port = self.members[self.place(home)].address.clone();
+            let to = Address { host_port, node: Some(home.parse().unwrap()) };
+            let call = CatalogueList { prefix: String::new(), after: None, limit: SHOWN };
+            let page = caller.call_address(&to, &call).await;
+            transport.close().await;
+            Ok(page.map_err(|error| error.to_string())?.into_iter().map(|(key, ..)| key).collect())
+        })
+    }
+}

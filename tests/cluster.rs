@@ -38,3 +38,5 @@ mod sizes;
 mod slow;
 #[path = "cluster/takeover.rs"]
 mod takeover;
+#[path = "cluster/unknown.rs"]
+mod unknown;

@@ -33,6 +33,14 @@ pub struct SaveRecord {
     roots: Vec<ShardRoot>,
 }
 
+fn bounded(bytes: &[u8]) -> Result<(), FormatError> {
+    let (bytes, limit_bytes) = (bytes.len() as u64, MAX_SAVE_RECORD_BYTES as u64);
+    match bytes > limit_bytes {
+        true => Err(FormatError::TooLong { what: "the record of a save", bytes, limit_bytes }),
+        false => Ok(()),
+    }
+}
+
 impl SaveRecord {
     /// Puts a record together; an error when the roots are not those that were committed.
     pub fn new(head: SaveHead, roots: Vec<ShardRoot>) -> Result<Self, FormatError> {
@@ -62,20 +70,13 @@ impl SaveRecord {
         for root in &self.roots {
             bytes.extend(root.to_bytes()?);
         }
+        bounded(&bytes)?;
         Ok(bytes)
     }
 
     /// Opens sealed bytes.
     pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
-        const WHAT: &str = "the record of a save";
-        if bytes.len() > MAX_SAVE_RECORD_BYTES {
-            let limit_bytes = MAX_SAVE_RECORD_BYTES as u64;
-            return Err(FormatError::TooLong {
-                what: WHAT,
-                bytes: bytes.len() as u64,
-                limit_bytes,
-            });
-        }
+        bounded(bytes)?;
         // What is no record at all fails as one.
         let (head, mut rest) = split_record(bytes).unwrap_or((bytes, &[]));
         let head = SaveHead::parse(head)?;

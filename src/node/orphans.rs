@@ -69,7 +69,7 @@ enum Fate {
 
 impl Node {
     /// The home looks once at what each node holds, and again when a node has come back to the list: a catalogue that was rebuilt
-    /// without a node does not know it, nor does one that is an old copy. A save that no step has is an orphan when some node has buried
+    /// without a node does not know what is there. A save that no step has is an orphan when some node has buried
     /// it. When all say that it has no mark it is one in a rebuilt catalogue, which began without what was never decided; in the first
     /// epoch nothing explains it, and it is kept. Nothing goes because the catalogue does not know it.
     pub(super) async fn compare_holdings(

@@ -136,7 +136,9 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     cluster.run("save job/1 a.bin").ok();
     cluster.run("archive job/1").ok();
     cluster.write("a.bin", &new);
-    cluster.run("save job/2 a.bin").ok();
+    let saved = cluster.run("save job/2 a.bin --record two.rr --json").ok().json();
+    assert_eq!(saved["record"], "two.rr", "{saved}");
+    cluster.run("save job/3 a.bin --record two.rr").fails(1, &["two.rr"]);
     let listed = cluster.run("ls --json").ok().json()["steps"].clone();
     cluster.run("catalogue rebuild").fails(1, &["the catalogue is served by n1"]);
 
@@ -153,7 +155,12 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
         assert!(restored.out.contains("found by its commit marks"), "{restored:?}");
         assert!(cluster.read(&format!("away{step}/a.bin")) == *data, "step {step}");
     }
-    cluster.run("save job/9 a.bin").fails(1, &["catalogue"]);
+    let recorded = cluster.run("restore --record two.rr --out recorded").ok();
+    assert!(recorded.out.contains("restored by its record"), "{recorded:?}");
+    assert!(cluster.read("recorded/a.bin") == new);
+    cluster.run("restore job/2 --record two.rr --out both").fails(2, &["--record"]);
+    cluster.run("save job/9 a.bin --record nine.rr").fails(1, &["catalogue"]);
+    assert!(!cluster.path("nine.rr").exists(), "a save that failed leaves no record");
     let address = cluster.address(3);
     // Nodes that registered last may be known to no other: they make themselves known, and until then it is refused.
     let rebuild = || cluster.run(&format!("catalogue rebuild --on {address} --json"));

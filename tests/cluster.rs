@@ -38,5 +38,7 @@ mod sizes;
 mod slow;
 #[path = "cluster/takeover.rs"]
 mod takeover;
+#[path = "cluster/unknown.rs"]
+mod unknown;
 #[path = "cluster/vanished.rs"]
 mod vanished;

@@ -8,7 +8,7 @@ use crate::code::{Code, CodeId, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{
     CommitMark, MAX_RUNS, Record, RemoveReason, Removing, Run, Saved, ShardRoot, ShardState,
-    StripeState, Tombstone,
+    StripeState, Tombstone, roots_hash,
 };
 use crate::id::{Attempt, ClusterId, Generation, Job, NodeId, SaveId, Step};
 use crate::wire::calls::{ShardHolding, StripeHolding};
@@ -166,15 +166,6 @@ impl SaveEvidence {
         }
         Verdict::Committed(Box::new(Committed { job, step, saved, shards }))
     }
-}
-
-/// BLAKE3 over the hashes of sealed shard roots, in order: [`Saved::roots_hash`].
-pub fn roots_hash<'a>(roots: impl Iterator<Item = &'a ShardRoot>) -> Option<[u8; 32]> {
-    let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
-    for root in roots {
-        hasher.update(blake3::hash(&root.to_bytes().ok()?).as_bytes());
-    }
-    Some(hasher.finalize().into())
 }
 
 impl StripeEvidence {

@@ -212,6 +212,7 @@ Examples:
   rapidraid save gpt/1200 model.safetensors optimizer.bin
   rapidraid save gpt/1300 out/step-1300
   rapidraid save gpt/1300 out/step-1300 --replace
+  rapidraid save gpt/1400 out/step-1400 --record gpt-1400.rr    what reads it back when no catalogue answers
 
 A file becomes a shard of its file name, a folder becomes its tree: out/step-1300/rank0/a.bin is the shard rank0/a.bin.
 A folder's symbolic links are refused (name the files themselves), empty folders are not kept.";
@@ -229,6 +230,9 @@ pub struct Save {
     /// Replace the step if it exists; the old one stays readable until the new one is committed
     #[arg(long)]
     pub replace: bool,
+    /// Write what `restore --record` needs to read this save without a catalogue; the file must not exist
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
     /// Where the cluster is.
     #[command(flatten)]
     pub connect: Connect,
@@ -315,6 +319,7 @@ Examples:
   rapidraid restore gpt/latest --out resumed
   rapidraid restore gpt/1200 --out resumed --force
   rapidraid restore gpt/1200 --out part --shard rank0/a.bin --range 1MiB..2MiB
+  rapidraid restore --record gpt-1400.rr --out resumed          no catalogue is asked, only nodes with the data
 
 Every byte is checked before it is written. Files appear under their names when they are whole; files that are there
 already are refused without --force, before anything is written.";
@@ -324,8 +329,11 @@ already are refused without --force, before anything is written.";
 #[command(after_help = RESTORE)]
 pub struct Restore {
     /// The job, and the step's number or `latest`
-    #[arg(value_name = "JOB/STEP")]
-    pub step: AnyStep,
+    #[arg(value_name = "JOB/STEP", required_unless_present = "record", conflicts_with = "record")]
+    pub step: Option<AnyStep>,
+    /// Restore the save whose record `save --record` wrote; not if it was removed or replaced since
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
     /// The folder to write to; it is made when it is missing
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,

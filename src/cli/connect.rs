@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::args::Connect;
@@ -97,14 +97,19 @@ pub fn identity(membership: &Membership) -> Result<Identity, Failure> {
 
 /// A client of the cluster that the configuration names.
 pub async fn client(connect: &Connect, env: &BTreeMap<String, String>) -> Result<Client, Failure> {
-    let (file, config) = client_config(connect, env)?;
-    client_of(&file, &config).await
+    client_beside(connect, env, Vec::new()).await
 }
 
-/// A client with this configuration.
-pub async fn client_of(file: &Path, config: &ClientConfig) -> Result<Client, Failure> {
+/// The same, when `others` may answer too.
+pub async fn client_beside(
+    connect: &Connect,
+    env: &BTreeMap<String, String>,
+    others: Vec<String>,
+) -> Result<Client, Failure> {
+    let (file, config) = client_config(connect, env)?;
     let identity = identity(&config.membership)?;
-    let seeds: Vec<String> = config.membership.seeds.iter().map(ToString::to_string).collect();
+    let mut seeds: Vec<String> = config.membership.seeds.iter().map(ToString::to_string).collect();
+    seeds.extend(others);
     let tried = seeds.join(", ");
     let hint = format!(
         "start the daemons (`rapidraid node --config ...`), or correct `seeds` in {}",

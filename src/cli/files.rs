@@ -64,14 +64,27 @@ pub fn read_text(path: &Path, max_bytes: usize) -> Result<String, Failure> {
 }
 
 fn read_bounded(file: File, path: &Path, max_bytes: usize) -> Result<String, Failure> {
-    let mut text = String::new();
+    String::from_utf8(bounded(file, path, max_bytes)?).map_err(|_| {
+        let message = format!("{} is no text (UTF-8)", path.display());
+        Failure::new(Kind::Invalid, message).with_hint("is this the right file?")
+    })
+}
+
+fn bounded(file: File, path: &Path, max_bytes: usize) -> Result<Vec<u8>, Failure> {
+    let mut bytes = Vec::new();
     let limit = max_bytes as u64 + 1;
-    file.take(limit).read_to_string(&mut text).map_err(|error| io_failure("read", path, &error))?;
-    if text.len() > max_bytes {
+    file.take(limit).read_to_end(&mut bytes).map_err(|error| io_failure("read", path, &error))?;
+    if bytes.len() > max_bytes {
         let message = format!("{} has more than {max_bytes} bytes", path.display());
         return Err(Failure::new(Kind::Invalid, message).with_hint("is this the right file?"));
     }
-    Ok(text)
+    Ok(bytes)
+}
+
+/// The bytes of a file of at most `max_bytes`.
+pub fn read_bytes(path: &Path, max_bytes: usize) -> Result<Vec<u8>, Failure> {
+    let failed = |error: io::Error| io_failure("read", path, &error);
+    bounded(File::open(path).map_err(failed)?, path, max_bytes)
 }
 
 /// The text of a certificate.
@@ -126,6 +139,16 @@ pub fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), Failure> {
 pub fn create_new(path: &Path) -> Result<File, Failure> {
     let opened = OpenOptions::new().write(true).create_new(true).open(path);
     opened.map_err(|error| io_failure("write", path, &error))
+}
+
+/// Writes all of a file that was just created, and makes it and its name durable.
+pub fn write_durably(mut file: File, path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let folder = path.parent().filter(|folder| *folder != Path::new(""));
+    let written = file
+        .write_all(bytes)
+        .and_then(|()| file.sync_all())
+        .and_then(|()| File::open(folder.unwrap_or(Path::new(".")))?.sync_all());
+    written.map_err(|error| io_failure("write", path, &error))
 }
 
 /// Removes a file, if it is there.

@@ -4,6 +4,7 @@
 //! that everything is refused before the first byte is sent.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +18,7 @@ use super::{Front, Outcome, connect, files, transfer};
 use crate::client::files::FileSource;
 use crate::client::{NewShard, SaveOptions, SaveReport};
 use crate::clock::{Clock, SystemClock};
+use crate::format::save_record::SaveRecord;
 use crate::id::{IdError, ShardName};
 use crate::kind::Kind;
 use crate::units::ByteCount;
@@ -36,6 +38,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
         shards.push(NewShard { name: name.clone(), source: Arc::new(source) });
     }
     let client = connect::client(&options.connect, &front.env).await?;
+    let record_file = options.record.as_deref().map(files::create_new).transpose()?;
     let (job, step) = (&options.step.job, options.step.step);
     let progress = transfer::watch(front, format!("save {}", options.step));
     let clock = SystemClock::new();
@@ -43,6 +46,9 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
         client.save(job, step, shards, SaveOptions { replace: options.replace }, progress).await;
     let took = clock.now();
     connect::close(&client).await;
+    if let (Err(_), Some(path)) = (&saved, &options.record) {
+        files::remove_file(path);
+    }
     let report = saved.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
@@ -52,7 +58,20 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
             _ => failure,
         }
     })?;
-    Ok(Box::new(Saved { report, took }))
+    let mut record = None;
+    if let (Some(file), Some(path)) = (record_file, &options.record) {
+        match write_record(file, path, &report.record) {
+            Ok(()) => record = Some(path.display().to_string()),
+            // The save is what was asked for: it is committed, and reported so.
+            Err(failure) => front.printer.note(&format!("no record: {}", failure.message)),
+        }
+    }
+    Ok(Box::new(Saved { report, took, record }))
+}
+
+fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), Failure> {
+    let bytes = record.to_bytes().map_err(|error| Failure::of(error.kind(), &error))?;
+    files::write_durably(file, path, &bytes)
 }
 
 /// The shards behind the paths, in the order of their names.
@@ -130,6 +149,8 @@ fn unusable(path: &Path, why: &str) -> Failure {
 struct Saved {
     report: SaveReport,
     took: Duration,
+    /// Where its record was written.
+    record: Option<String>,
 }
 
 impl Answer for Saved {
@@ -139,6 +160,7 @@ impl Answer for Saved {
             "job": report.job, "step": report.step, "save": report.save.to_string(), "shards": report.shards,
             "bytes": report.len_bytes, "n": report.n, "k": report.k,
             "generation": report.generation.to_string(), "seconds": self.took.as_secs_f64(),
+            "record": self.record,
         });
         fields.as_object().cloned().unwrap_or_default()
     }

@@ -107,10 +107,6 @@ impl Answer for Nodes {
                     size(held.pieces.1),
                 ]);
                 row.extend([size(held.disk.1), size(held.peak_memory_bytes)]);
-                if held.quarantined > 0 {
-                    let files = counted(held.quarantined, "file");
-                    notes.push_str(&format!("{}: {files} set aside in quarantine/\n", node.name));
-                }
                 for note in &held.notes {
                     notes.push_str(&format!("{}: {}\n", node.name, shown(note)));
                 }

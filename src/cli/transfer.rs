@@ -1,5 +1,6 @@
 //! `archive`, `restore` and `verify`: the commands that move much, with their progress and what they report.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,9 +11,11 @@ use super::printer::{Answer, Failure};
 use super::progress::Progress;
 use super::table::{Paint, Tint, shown};
 use super::trace::Trace;
+use super::words::AnyStep;
 use super::{Front, Outcome, connect, files};
 use crate::client::{ArchiveReport, Progress as Done, ProgressFn, RestoreReport, RestoreRequest};
 use crate::clock::{Clock, SystemClock};
+use crate::format::save_record::{MAX_SAVE_RECORD_BYTES, SaveRecord};
 use crate::id::{Job, Step};
 use crate::kind::Kind;
 use crate::store::RealDisk;
@@ -95,18 +98,31 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
 
 /// The command `restore`.
 pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
-    let client = connect::client(&options.connect, &front.env).await?;
+    let record = options.record.as_deref().map(read_record).transpose()?;
+    let nodes = record.iter().flat_map(SaveRecord::nodes).map(|node| node.address.clone());
+    let client = connect::client_beside(&options.connect, &front.env, nodes.collect()).await?;
     let out = RealDisk::open(&options.out).map_err(|error| Failure::of(error.kind(), &error))?;
-    let (job, step) = (&options.step.job, options.step.step);
     let request = RestoreRequest {
         out: Arc::new(out),
         force: options.force,
         shard: options.shard,
         range: options.range.map(|range| range.0),
     };
-    let progress = watch(front, format!("restore {}", named(job, step)));
     let clock = SystemClock::new();
-    let restored = client.restore(job, step, request, progress).await;
+    let restored = match (&record, &options.step) {
+        (Some(record), _) => {
+            let name = named(record.job(), Some(record.step()));
+            client.restore_record(record, request, watch(front, format!("restore {name}"))).await
+        }
+        (None, Some(AnyStep { job, step })) => {
+            let progress = watch(front, format!("restore {}", named(job, *step)));
+            client.restore(job, *step, request, progress).await
+        }
+        (None, None) => {
+            let message = "neither a step nor a record was named";
+            return Err(Failure::new(Kind::Invalid, message).with_hint("name JOB/STEP or --record"));
+        }
+    };
     let took = clock.now();
     connect::close(&client).await;
     let report = restored.map_err(|error| {
@@ -120,6 +136,14 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     })?;
     let out = Some(options.out.display().to_string());
     Ok(Box::new(Read { verb: "restored", report, took, out }))
+}
+
+fn read_record(path: &Path) -> Result<SaveRecord, Failure> {
+    let bytes = files::read_bytes(path, MAX_SAVE_RECORD_BYTES)?;
+    SaveRecord::parse(&bytes).map_err(|error| {
+        let failure = Failure::of(error.kind(), &error);
+        Failure { message: format!("{}: {}", path.display(), failure.message), ..failure }
+    })
 }
 
 /// The command `verify`.

@@ -5,7 +5,7 @@ use std::io;
 use crate::code::CodeError;
 use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
-use crate::id::{Job, ShardName, Step};
+use crate::id::{ClusterId, Job, ShardName, Step};
 use crate::kind::Kind;
 use crate::net::NetError;
 use crate::net::call::CallError;
@@ -35,6 +35,16 @@ pub enum ClientError {
         job: Job,
         /// The step.
         step: Step,
+    },
+    /// A record of another cluster.
+    #[error(
+        "the record is of cluster {record}, and the nodes are of {found}: use that cluster's client"
+    )]
+    OtherCluster {
+        /// The record's.
+        record: ClusterId,
+        /// The nodes'.
+        found: ClusterId,
     },
     /// No shard has the name.
     #[error("{job}/{step} has no shard {name}: `rapidraid show {job}/{step}` lists them")]
@@ -164,6 +174,7 @@ impl ClientError {
             ClientError::DuplicateName { .. }
             | ClientError::NoShards
             | ClientError::RangeOfMany
+            | ClientError::OtherCluster { .. }
             | ClientError::Range { .. }
             | ClientError::PathConflict { .. } => Kind::Invalid,
             ClientError::Lost { .. } => Kind::Lost,

@@ -18,10 +18,11 @@
 
 mod error;
 pub mod files;
+mod record;
 mod restore;
 mod save;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 pub use error::ClientError;
@@ -31,7 +32,7 @@ pub use save::{NewShard, SaveOptions, SaveReport};
 use crate::clock::{Clock, SystemClock};
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{Epoch, Job, PeerName, Step};
+use crate::id::{ClusterId, Epoch, Job, PeerName, Step};
 use crate::kind::Kind;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::identity::Identity;
@@ -124,6 +125,7 @@ struct Inner {
     caller: Arc<Caller>,
     seeds: Vec<String>,
     gateway: Mutex<Option<NodeAddress>>,
+    cluster: OnceLock<ClusterId>,
     entropy: Arc<dyn Entropy>,
     workers: Workers,
 }
@@ -159,8 +161,9 @@ impl Client {
     ) -> Self {
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock, CALL_LIMIT);
-        let gateway = Mutex::default();
-        Self { inner: Arc::new(Inner { transport, caller, seeds, gateway, entropy, workers }) }
+        let (gateway, cluster) = (Mutex::default(), OnceLock::new());
+        let inner = Inner { transport, caller, seeds, gateway, cluster, entropy, workers };
+        Self { inner: Arc::new(inner) }
     }
 
     fn caller(&self) -> &Arc<Caller> {
@@ -182,6 +185,7 @@ impl Client {
             asked.push(Box::pin(async move {
                 let to = Address { host_port: seed.clone(), node: None };
                 let hello = self.caller().call_address(&to, &Hello { me: None }).await?;
+                let _ = self.inner.cluster.set(hello.cluster);
                 Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed.clone() })
             }));
         }
@@ -231,6 +235,14 @@ impl Client {
 
     async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
         self.ask_within(call, CALL_LIMIT).await
+    }
+
+    /// The cluster, as the first gateway named it.
+    async fn cluster(&self) -> Result<ClusterId, ClientError> {
+        match self.inner.cluster.get() {
+            Some(known) => Ok(*known),
+            None => Ok(self.ask(&Hello { me: None }).await?.cluster),
+        }
     }
 
     async fn directory(&self) -> Result<Directory, ClientError> {

@@ -14,10 +14,11 @@ use crate::format::geometry::StripeCut;
 use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::{Job, ShardName, Step};
-use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader};
+use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
 use crate::pipeline::records::{self, RecordsError};
 use crate::stage::{Stage, about_to};
 use crate::store::{Disk, DiskError, DiskFile};
+use crate::topology::Directory;
 use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::calls::GetState;
 
@@ -65,9 +66,10 @@ pub struct RestoreReport {
 }
 
 /// One shard's part of the request.
-struct Part {
+pub(super) struct Part {
     root: Arc<ShardRoot>,
-    state: ShardState,
+    /// The states of its stripes; `None`: the nodes are asked, there is no catalogue.
+    state: Option<ShardState>,
     key: Arc<FingerprintKey>,
     range: Range<u64>,
     /// Below the output folder: the temporary name and the final one.
@@ -175,7 +177,24 @@ impl Client {
     ) -> Result<RestoreReport, ClientError> {
         let found = self.find(job, step).await?;
         let step = found.step.step;
+        if found.shards.iter().any(|(_, state)| state.is_none()) {
+            return Err(ClientError::Removed { job: job.clone(), step });
+        }
         let parts = self.parts(job, step, found.shards, shard, range)?;
+        let incident = found.step.by_marks.then_some(BY_MARKS);
+        self.read_parts((job, step), parts, self.directory(), incident, output, progress).await
+    }
+
+    /// Reads `parts` from the nodes of `directory`, which is asked for when the output is found to be free.
+    pub(super) async fn read_parts(
+        &self,
+        (job, step): (&Job, Step),
+        parts: Vec<Part>,
+        directory: impl Future<Output = Result<Directory, ClientError>>,
+        incident: Option<&str>,
+        output: Option<&RestoreRequest>,
+        progress: ProgressFn,
+    ) -> Result<RestoreReport, ClientError> {
         if let Some(output) = output {
             check_output(output, &parts)?;
         }
@@ -183,10 +202,8 @@ impl Client {
             caller: self.caller().clone(),
             workers: self.inner.workers.clone(),
             entropy: self.inner.entropy.clone(),
-            directory: self.directory().await?,
-            incidents: Mutex::new(
-                found.step.by_marks.then(|| BY_MARKS.to_owned()).into_iter().collect(),
-            ),
+            directory: directory.await?,
+            incidents: Mutex::new(incident.map(str::to_owned).into_iter().collect()),
             rotten: Mutex::default(),
         });
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
@@ -227,7 +244,8 @@ impl Client {
         })
     }
 
-    fn parts(
+    /// What is wanted of `shards`.
+    pub(super) fn parts(
         &self,
         job: &Job,
         step: Step,
@@ -243,7 +261,6 @@ impl Client {
             if only.is_some_and(|only| *only != root.name) {
                 continue;
             }
-            let state = state.ok_or(ClientError::Removed { job: job.clone(), step })?;
             let range = range.clone().unwrap_or(0..root.len_bytes);
             if range.start > range.end || range.end > root.len_bytes {
                 let (name, len_bytes) = (root.name, root.len_bytes);
@@ -295,7 +312,13 @@ impl Client {
                 let leaves = &self.leaves(reading, part).await?;
                 let mut plans = stream::iter(slices)
                     .map(|slice| async move {
-                        let state = part.state.stripe(slice.stripe);
+                        let state = match &part.state {
+                            Some(known) => known.stripe(slice.stripe),
+                            None => {
+                                let of = (&part.root, slice.stripe);
+                                Some(state_on_nodes(reading, of.0, of.1, false).await)
+                            }
+                        };
                         let state = state.unwrap_or(StripeState::Replicated);
                         self.plan_slice(reading, part, leaves, &slice, state).await
                     })
@@ -328,7 +351,8 @@ impl Client {
                 Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
                 Err(error @ ClientError::Read(ReadError::Lost(_))) if moves < MAX_MOVES => {
                     moves += 1;
-                    state = self.next_state(part, slice.stripe, state).await?.ok_or(error)?;
+                    state =
+                        self.next_state(reading, part, slice.stripe, state).await?.ok_or(error)?;
                 }
                 Err(error) => return Err(error),
             }
@@ -338,19 +362,24 @@ impl Client {
     /// The state that a stripe has come to since it was `known`; `None` when it is the same.
     async fn next_state(
         &self,
+        reading: &Reading,
         part: &Part,
         stripe: u32,
         known: StripeState,
     ) -> Result<Option<StripeState>, ClientError> {
-        let shard = self.state(part).await?;
-        Ok(shard.and_then(|shard| shard.stripe(stripe)).filter(|state| *state != known))
+        let shard = self.state(reading, part).await?;
+        let state = match part.state {
+            Some(_) => shard.and_then(|shard| shard.stripe(stripe)),
+            None => Some(state_on_nodes(reading, &part.root, stripe, true).await),
+        };
+        Ok(state.filter(|state| *state != known))
     }
 
     /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
     async fn leaves(&self, reading: &Reading, part: &Part) -> Result<Leaves, ClientError> {
         match records::leaves(&reading.caller, &reading.directory, &part.root).await {
             Err(error @ RecordsError::Lost { .. }) => {
-                self.state(part).await?;
+                self.state(reading, part).await?;
                 Err(error.into())
             }
             leaves => Ok(leaves?),
@@ -358,13 +387,21 @@ impl Client {
     }
 
     /// The state of a shard, `None` when nobody says; it is an error that the shard is gone.
-    async fn state(&self, part: &Part) -> Result<Option<ShardState>, ClientError> {
+    async fn state(
+        &self,
+        reading: &Reading,
+        part: &Part,
+    ) -> Result<Option<ShardState>, ClientError> {
+        let (job, step) = (&part.root.job, part.root.step);
+        let gone = || ClientError::Removed { job: job.clone(), step };
+        if part.state.is_none() {
+            let is_gone = self.is_buried(&reading.directory, part.root.save).await;
+            return if is_gone { Err(gone()) } else { Ok(None) };
+        }
         let Ok(shard) = self.ask(&GetState { shard: part.root.shard }).await else {
             return Ok(None);
         };
-        let shard = shard.filter(|shard| !shard.deleting);
-        let (job, step) = (&part.root.job, part.root.step);
-        shard.map(Some).ok_or_else(|| ClientError::Removed { job: job.clone(), step })
+        shard.filter(|shard| !shard.deleting).map(Some).ok_or_else(gone)
     }
 
     async fn plan_in_state(
@@ -392,7 +429,8 @@ impl Client {
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {
                 // Without a receipt the pieces are still there; the decoded bytes are checked all the same.
-                records::receipt(caller, directory, &part.root, &info, attempt).await.ok()
+                let at = (slice.stripe, info.places.as_slice());
+                records::receipt(caller, directory, &part.root, at, attempt).await.ok()
             }
             _ => None,
         };
@@ -419,7 +457,7 @@ impl Client {
                 Err(error @ ReadError::Lost(_)) => error,
                 result => return Ok(result?),
             };
-            let state = match self.next_state(part, slice.stripe, state).await? {
+            let state = match self.next_state(reading, part, slice.stripe, state).await? {
                 Some(next) if looks < MAX_MOVES => next,
                 None if looks < MAX_LOOKS => state,
                 _ => return Err(lost.into()),

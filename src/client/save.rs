@@ -1,8 +1,8 @@
 //! Saving a checkpoint: begin, all stripes of all shards, leaves, seal, commit (docs/semantics.md, 3).
 
-use std::collections::HashSet;
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -15,8 +15,9 @@ use crate::format::records::{
     FIELD_GF8, LAYOUT_STANDARD, Leaves, Record, RingNode, Saved, ShardRoot, StripeRecord,
     stripes_root,
 };
+use crate::format::save_record::{SaveHead, SaveRecord};
 use crate::gf::FingerprintKey;
-use crate::id::{Generation, Job, NodeId, SaveId, ShardId, ShardName, Step, StripeId};
+use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, ShardName, Step, StripeId};
 use crate::kind::Kind;
 use crate::net::Address;
 use crate::pipeline::save::{Failures, SaveError, Source, Upload};
@@ -70,6 +71,8 @@ pub struct SaveReport {
     pub k: u8,
     /// Its generation.
     pub generation: Generation,
+    /// What reads the save back when no catalogue answers: [`Client::restore_record`].
+    pub record: SaveRecord,
 }
 
 /// Keeps a save's lease until it is dropped, also with the save's own future: a save that nobody waits for ends.
@@ -91,7 +94,10 @@ struct Saving {
     client: Client,
     job: Job,
     step: Step,
+    cluster: ClusterId,
     begun: BeginAnswer,
+    /// Of the shards that are sealed, or may be.
+    roots: Mutex<BTreeMap<u32, ShardRoot>>,
     directory: Directory,
     failures: Arc<Failures>,
     progress: Arc<dyn Fn(u64) + Send + Sync>,
@@ -121,13 +127,13 @@ impl Client {
             let result = saving.run(&shards).await;
             drop(lease);
             let error = match result {
-                Ok(saved) => return Ok(saving.report(saved)),
+                Ok(saved) => return saving.report(saved),
                 Err(error) => error,
             };
             let is_over = may_be_epoch(error.kind()) && saving.is_over().await;
             // Had all been sealed, the catalogue that has moved knows it as before.
             if is_over && let Ok(saved) = saving.commit(shards.len()).await {
-                return Ok(saving.report(saved));
+                return saving.report(saved);
             }
             // What cannot be aborted now is collected when its lease is over.
             let is_gone = (is_over || error.kind() != Kind::Fenced) && saving.abort().await;
@@ -166,6 +172,7 @@ impl Client {
         let (job, avoid) = (job.clone(), avoid.to_vec());
         let begin = Begin { job: job.clone(), step, replace: options.replace, save, avoid };
         let begun = self.ask(&begin).await?;
+        let cluster = self.cluster().await?;
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
         let (done, progress) = (AtomicU64::new(0), progress.clone());
         let count = move |bytes| {
@@ -177,8 +184,10 @@ impl Client {
             client: self.clone(),
             job,
             step,
+            cluster,
             directory: Directory::new(live.collect()),
             begun,
+            roots: Mutex::default(),
             failures: Arc::default(),
             progress: Arc::new(count),
         })
@@ -240,10 +249,17 @@ impl Saving {
         self.client.caller().clock().sleep(Duration::from_millis(self.begun.lease_ms)).await;
     }
 
-    fn report(&self, saved: Saved) -> SaveReport {
+    fn roots(&self) -> MutexGuard<'_, BTreeMap<u32, ShardRoot>> {
+        self.roots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report(&self, saved: Saved) -> Result<SaveReport, ClientError> {
         let BeginAnswer { n, k, .. } = self.begun;
         let Saved { save, shards, len_bytes, generation, .. } = saved;
-        SaveReport {
+        let roots = std::mem::take(&mut *self.roots()).into_values().collect();
+        let (cluster, nodes) = (self.cluster, self.begun.nodes.clone());
+        let record = SaveRecord::new(SaveHead { cluster, saved, nodes }, roots)?;
+        Ok(SaveReport {
             job: self.job.clone(),
             step: self.step,
             save,
@@ -252,7 +268,8 @@ impl Saving {
             n,
             k,
             generation,
-        }
+            record,
+        })
     }
 
     async fn commit(&self, shards: usize) -> Result<Saved, ClientError> {
@@ -308,6 +325,7 @@ impl Saving {
             stripes_root: stripes_root(&hashes),
         };
         self.leaves(&root, hashes).await?;
+        self.roots().insert(index, root.clone());
         self.client.ask(&Seal { root }).await
     }
 

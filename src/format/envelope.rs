@@ -73,6 +73,8 @@ pub enum RecordKind {
     Graves = 17,
     /// The last change of the catalogue that a node has heard of.
     Heard = 18,
+    /// What a client keeps of a save, before its shard roots.
+    SaveHead = 19,
 }
 
 impl fmt::Display for RecordKind {
@@ -96,6 +98,7 @@ impl fmt::Display for RecordKind {
             Self::Members => "members",
             Self::Graves => "graves",
             Self::Heard => "heard revision",
+            Self::SaveHead => "save's head",
         })
     }
 }
@@ -172,6 +175,15 @@ pub fn open_envelope(
         });
     }
     Ok((version, sealed.get(HEAD_BYTES..).unwrap_or_default()))
+}
+
+/// Cuts the first record, unchecked, off bytes that hold several, one behind the other; `None` when there is no whole one.
+pub fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>()?;
+    let [.., l0, l1, l2, l3] = *head;
+    let body_bytes = u32::from_le_bytes([l0, l1, l2, l3]) as usize;
+    let is_whole = body_bytes <= MAX_BODY_BYTES && rest.len() >= body_bytes + CHECKSUM_BYTES;
+    is_whole.then(|| bytes.split_at(ENVELOPE_BYTES + body_bytes))
 }
 
 /// Decodes the body of a checked envelope; every byte must be used.

@@ -10,6 +10,7 @@ pub mod envelope;
 pub mod file;
 pub mod geometry;
 pub mod records;
+pub mod save_record;
 pub mod tree;
 
 use crate::kind::Kind;

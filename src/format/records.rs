@@ -10,6 +10,7 @@ use super::FormatError;
 pub use super::cluster::{Heard, Home, Members, Node, SeenEpoch};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError, StripeCut};
+pub use super::save_record::SaveHead;
 use crate::code::CodeId;
 use crate::gf::Fingerprint;
 use crate::id::{
@@ -59,7 +60,8 @@ records!(
     Receipt,
     Tombstone,
     Removing,
-    Members
+    Members,
+    SaveHead
 );
 
 /// The mutable record of one step.
@@ -225,6 +227,15 @@ pub fn stripes_root(leaves: &[[u8; 32]]) -> [u8; 32] {
         hasher.update(leaf);
     }
     hasher.finalize().into()
+}
+
+/// BLAKE3 over the hashes of sealed shard roots, in order: [`Saved::roots_hash`].
+pub fn roots_hash<'a>(roots: impl Iterator<Item = &'a ShardRoot>) -> Option<[u8; 32]> {
+    let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
+    for root in roots {
+        hasher.update(blake3::hash(&root.to_bytes().ok()?).as_bytes());
+    }
+    Some(hasher.finalize().into())
 }
 
 /// How far archiving of a shard has come.

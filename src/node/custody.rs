@@ -64,10 +64,7 @@ impl Node {
             ("control", &self.budgets.control),
             ("requests", &self.budgets.requests),
         ];
-        let mut notes: Vec<String> = self.hosting.note().into_iter().collect();
-        if totals.quarantined > 0 {
-            notes.push(format!("{} files are in quarantine", totals.quarantined));
-        }
+        let notes = self.notes(totals.quarantined).await?;
         Ok(NodeStatusAnswer {
             replicas: (totals.replica_files, totals.replica_bytes),
             pieces: (totals.piece_files, totals.piece_bytes),

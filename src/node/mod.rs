@@ -17,6 +17,7 @@ mod inventory;
 mod marks;
 mod membership;
 mod moving;
+mod notes;
 mod orphans;
 mod policy;
 mod rebuild;
@@ -181,6 +182,7 @@ pub struct Node {
     /// Nodes that introduced themselves.
     met: Mutex<BTreeMap<PeerName, formats::Node>>,
     policy: Mutex<policy::Desk>,
+    kept: Mutex<BTreeMap<SaveId, orphans::Kept>>,
     away: away::Away,
     segmentation_offload: bool,
     stop: CancellationToken,
@@ -243,6 +245,7 @@ impl Node {
             rebuilding: tokio::sync::Mutex::default(),
             met: Mutex::default(),
             policy,
+            kept: Mutex::default(),
             away: away::Away::default(),
             segmentation_offload,
             stop: CancellationToken::new(),

@@ -1,11 +1,14 @@
-//! Saves that a rebuilt catalogue knows only as to be removed (docs/semantics.md, 8).
+//! Saves that no step's record has: those that a rebuilt catalogue knows only as to be removed, and those that nodes hold and the
+//! catalogue does not know (docs/semantics.md, 5 and 8).
 
-use std::collections::BTreeSet;
-use std::ops::Bound;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::Node;
 use super::census::node_address;
+use super::waits::grown;
 use super::walk::Walk;
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{CHECKPOINTS, ORPHANS, orphan_key, parse};
@@ -16,24 +19,53 @@ use crate::wire::calls::Buried;
 
 /// Saves without a step that are judged in one round.
 const JUDGED_A_ROUND: usize = 16;
+/// Nodes whose saves are compared in one round: all that a node holds is walked over for it.
+const COMPARED_A_ROUND: usize = 1;
 
 /// Nodes whose saves were compared with the catalogue of an epoch, and those of their saves that wait for a judgement.
 #[derive(Default)]
 struct Compared {
     epoch: Epoch,
     nodes: BTreeSet<PeerName>,
-    waiting: BTreeSet<SaveId>,
-    /// The last one that was looked at: all of them have their turn.
-    turn: Option<SaveId>,
+    waiting: BTreeMap<SaveId, Unknown>,
+}
+
+/// A save that a node holds and no step has; when it is judged, and how often it was.
+#[derive(Default)]
+struct Unknown {
+    looks: u32,
+    due: Duration,
+}
+
+/// Why a save that no step has is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kept {
+    /// It has a mark: a rebuild with the nodes that have the rest of it brings it back.
+    Marked,
+    /// Nobody has a mark, and nothing says that it was given up.
+    Unmarked,
+    /// Not all nodes have said whether they have a mark.
+    Unasked,
+}
+
+impl fmt::Display for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Marked => {
+                "which has a commit mark: a rebuild of the catalogue with all nodes brings it back"
+            }
+            Self::Unmarked => {
+                "of which no node has a commit mark: a rebuild of the catalogue removes it"
+            }
+            Self::Unasked => "until every storage node has said whether it has a commit mark of it",
+        })
+    }
 }
 
 /// What is to become of a save that no step has.
 enum Fate {
     Goes(RemoveReason),
-    /// It has a mark: a rebuild with the nodes that have the rest of it brings it back.
-    Stays,
-    /// Not all nodes have said whether they have a mark.
-    Waits,
+    Stays(Kept),
 }
 
 impl Node {
@@ -55,50 +87,63 @@ impl Node {
         }
     }
 
-    /// A catalogue that was rebuilt without a node does not know what that node holds: the home looks once at each. A save that no step
-    /// has is an orphan when some node has buried it, or all say that it has no mark.
+    /// The home looks once at what each node holds, and again when a node has come back to the list: a catalogue that was rebuilt
+    /// without a node does not know what is there. A save that no step has is an orphan when some node has buried
+    /// it. When all say that it has no mark it is one in a rebuilt catalogue, which began without what was never decided; in the first
+    /// epoch nothing explains it, and it is kept. Nothing goes because the catalogue does not know it.
     async fn compare_holdings(
         &self,
         catalogue: &dyn Catalogue,
         compared: &mut Compared,
     ) -> Result<(), Failure> {
         let epoch = catalogue.epoch();
-        if epoch <= Epoch(1) {
-            return Ok(());
-        }
         if compared.epoch != epoch {
             *compared = Compared { epoch, ..Compared::default() };
+            self.kept().clear();
         }
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<NodeRecord> = nodes.filter(|node| node.storage).collect();
+        compared.nodes.retain(|name| storage.iter().any(|node| node.name == *name));
+        let mut looks = 0;
         for node in &storage {
-            if compared.nodes.contains(&node.name) {
+            if looks == COMPARED_A_ROUND || compared.nodes.contains(&node.name) {
                 continue;
             }
             let Ok(held) = self.saves_on(node).await else { continue };
+            looks += 1;
             // A save is in its step's record before its first file is anywhere: what is looked at later knows it.
             let known = known_saves(catalogue).await?;
-            compared.waiting.extend(held.difference(&known));
+            for save in held.difference(&known) {
+                compared.waiting.entry(*save).or_default();
+            }
             compared.nodes.insert(node.name.clone());
         }
-        let from = compared.turn.map_or(Bound::Unbounded, Bound::Excluded);
-        let next = compared.waiting.range((from, Bound::Unbounded)).copied();
-        let now: Vec<SaveId> = next.take(JUDGED_A_ROUND).collect();
-        compared.turn = now.last().copied();
-        for save in now {
+        let now = self.clock.now();
+        let due = compared.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
+        let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
+        for save in due {
             let reason = match self.fate(&storage, save).await {
-                Fate::Goes(reason) => reason,
-                Fate::Waits => continue,
-                Fate::Stays => {
-                    tracing::warn!(%save, "a committed save that the catalogue does not know is kept");
-                    compared.waiting.remove(&save);
-                    continue;
-                }
+                Fate::Goes(RemoveReason::Aborted) if epoch <= Epoch(1) => Err(Kept::Unmarked),
+                Fate::Goes(reason) => Ok(reason),
+                Fate::Stays(why) => Err(why),
             };
-            let generation = Generation { epoch, counter: 0 };
-            let bytes = Removing { save, generation, reason }.to_bytes()?;
-            catalogue.set(&orphan_key(save), None, Some(bytes)).await?;
-            compared.waiting.remove(&save);
+            match reason {
+                Ok(reason) => {
+                    let generation = Generation { epoch, counter: 0 };
+                    let bytes = Removing { save, generation, reason }.to_bytes()?;
+                    catalogue.set(&orphan_key(save), None, Some(bytes)).await?;
+                    compared.waiting.remove(&save);
+                    self.kept().remove(&save);
+                }
+                Err(why) => {
+                    if self.kept().insert(save, why) != Some(why) {
+                        tracing::warn!(%save, %why, "a save that no step has is kept");
+                    }
+                    let unknown = compared.waiting.entry(save).or_default();
+                    unknown.looks = unknown.looks.saturating_add(1);
+                    unknown.due = now.saturating_add(grown(self.settings.lease, unknown.looks));
+                }
+            }
         }
         Ok(())
     }
@@ -112,9 +157,9 @@ impl Node {
             }
         }
         match self.is_marked(storage, save).await {
-            Some(true) => Fate::Stays,
+            Some(true) => Fate::Stays(Kept::Marked),
             Some(false) => Fate::Goes(RemoveReason::Aborted),
-            None => Fate::Waits,
+            None => Fate::Stays(Kept::Unasked),
         }
     }
 
@@ -127,11 +172,15 @@ impl Node {
             let mut removing: Removing = parse(&key, &entry.value)?;
             // That nobody has a mark is evidence only when everybody has said so; that somebody has buried it always is.
             if removing.reason == RemoveReason::Aborted {
-                let Fate::Goes(reason) = self.fate(&storage, removing.save).await else {
-                    tracing::info!(save = %removing.save, "a save without a known mark is kept until all nodes have been asked");
-                    continue;
-                };
-                removing.reason = reason;
+                match self.fate(&storage, removing.save).await {
+                    Fate::Goes(reason) => removing.reason = reason,
+                    Fate::Stays(why) => {
+                        tracing::info!(save = %removing.save, %why, "an orphan is kept");
+                        self.kept().insert(removing.save, why);
+                        continue;
+                    }
+                }
+                self.kept().remove(&removing.save);
             }
             match self.removal_of_orphan(&removing).await {
                 Ok(true) => {

@@ -10,13 +10,12 @@ use super::Node;
 use super::failure::failure;
 use super::gateway::not_committed;
 use crate::catalogue::Catalogue;
-use crate::catalogue::evidence::roots_hash;
 use crate::catalogue::records::{
     Written, checkpoint_key, read, root_key, roots_prefix, state_key, update, write,
 };
 use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
-    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing,
+    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
 use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;

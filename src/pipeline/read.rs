@@ -8,6 +8,7 @@
 
 mod inspect;
 mod source;
+mod state;
 mod way;
 
 use std::collections::BTreeSet;
@@ -19,6 +20,7 @@ use bytes::Bytes;
 
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 use source::{Fault, Stop, all};
+pub use state::state_on_nodes;
 pub use way::Lost;
 use way::{Holding, Wanted, Way};
 

@@ -153,17 +153,16 @@ pub async fn stripe(
     .await
 }
 
-/// The receipt of one archived stripe.
+/// The receipt of an attempt on stripe `index`; the nodes `first` are asked before the others of the ring.
 pub async fn receipt(
     caller: &Caller,
     directory: &Directory,
     root: &ShardRoot,
-    info: &StripeInfo,
+    (index, first): (u32, &[NodeId]),
     attempt: Attempt,
 ) -> Result<Receipt, RecordsError> {
-    let index = info.fixed.stripe.index;
     let stripe = StripeId { shard: root.shard, index };
-    let nodes = candidates(directory, root, &info.places);
+    let nodes = candidates(directory, root, first);
     ask(caller, directory, nodes, root, RecordName::Receipt { index, attempt }, |bytes| {
         let receipt = Receipt::parse(bytes).map_err(|error| error.to_string())?;
         let fits = receipt.stripe == stripe

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +14,7 @@ use super::names::{
     Names, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
 };
 use super::real_disk::RealDisk;
-use super::reconcile::Reconciled;
+use super::reconcile::{Found, Reconciled};
 use super::sled_kv::{Opened, SledKv};
 use super::small::if_found;
 use super::stored_file::StoredFile;
@@ -58,6 +58,7 @@ struct Inner {
     heard: Mutex<Option<Heard>>,
     next_quarantine: AtomicU64,
     graves: Mutex<()>,
+    found: OnceLock<Found>,
     _lock: DiskLock,
 }
 
@@ -100,14 +101,17 @@ impl Store {
             heard: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
             graves: Mutex::default(),
+            found: OnceLock::new(),
             _lock: lock,
         };
         let store = Self { inner: Arc::new(inner) };
         store.check_identity(&identity)?;
         *store.seen() = store.seen_on_disk()?.unwrap_or_default();
         *store.heard() = store.heard_on_disk();
-        let reconciled = store.reconcile()?;
-        Ok((store, reconciled))
+        let found = store.reconcile()?;
+        let counts = found.counts;
+        let _ = store.inner.found.set(found);
+        Ok((store, counts))
     }
 
     fn check_identity(&self, ours: &NodeIdentity) -> Result<(), StoreError> {
@@ -294,6 +298,11 @@ impl Store {
         let stripes = names.iter().filter_map(|name| parse_stripe_index(name));
         let stripes = stripes.filter(|index| after.is_none_or(|after| *index > after));
         Ok(stripes.map(|index| StripeId { shard, index }).take(limit).collect())
+    }
+
+    /// What was found when the folder was opened.
+    pub fn found(&self) -> Found {
+        self.inner.found.get().cloned().unwrap_or_default()
     }
 
     /// What the folder holds, in numbers.

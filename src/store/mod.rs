@@ -48,7 +48,7 @@ pub use memory_disk::MemoryDisk;
 pub use memory_kv::MemoryKv;
 pub use piece_writer::{PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
-pub use reconcile::Reconciled;
+pub use reconcile::{Found, Reconciled};
 pub use sled_kv::{SledKv, SledMaps};
 pub use small::{MAX_SMALL_BYTES, Scope};
 pub use stored_file::StoredFile;

@@ -1,4 +1,6 @@
-//! Files that do not prove themselves, or that nobody knows, are moved aside: never deleted, never used.
+//! Files that do not prove themselves are moved aside: never deleted, never used.
+//!
+//! What is whole and nobody knows is no matter of this page: it stays where it is, and is reported (docs/semantics.md, 5).
 
 use std::sync::atomic::Ordering;
 
@@ -6,6 +8,7 @@ use super::StoreError;
 use super::disk::DiskEntry;
 use super::folder::Store;
 use super::names::{QUARANTINE, file_path};
+use super::reconcile::NAMED;
 use super::stored_file::StoredFile;
 use crate::format::file::FileKey;
 use crate::kind::Kind;
@@ -60,6 +63,25 @@ impl Store {
             tracing::warn!(%key, %error, "cannot write the note of a file in quarantine");
         }
         Ok(true)
+    }
+
+    /// The first files in quarantine, each with the reason in its note.
+    pub fn quarantined(&self) -> Result<Vec<String>, StoreError> {
+        let mut names: Vec<String> =
+            self.disk().list(QUARANTINE)?.into_iter().map(|entry| entry.name).collect();
+        names.retain(|name| !name.ends_with(NOTE));
+        names.sort_unstable();
+        names.truncate(NAMED);
+        let told = |name: String| {
+            // A note that cannot be read keeps nobody from seeing the file.
+            let note = self.get_record(&format!("{QUARANTINE}/{name}{NOTE}")).ok().flatten();
+            let note = String::from_utf8_lossy(&note.unwrap_or_default()).into_owned();
+            match note.lines().nth(1) {
+                Some(why) => format!("{name} ({why})"),
+                None => name,
+            }
+        };
+        Ok(names.into_iter().map(told).collect())
     }
 
     /// Counts what is in quarantine, and makes sure that no number is used twice.

@@ -1,7 +1,7 @@
 //! The index is brought in line with the folders, at every open.
 //!
 //! Names and lengths are compared, no data is read; only files that the index does not have are opened. What
-//! does not prove itself goes to quarantine, what cannot be read now stays, what is not ours is counted.
+//! does not prove itself goes to quarantine, what cannot be read now stays, what is not ours stays too and is named.
 
 use std::collections::HashSet;
 
@@ -16,6 +16,9 @@ use super::small::is_small_name;
 use crate::format::file::{FileKey, FileName};
 use crate::id::{ShardId, StripeId};
 use crate::kind::Kind;
+
+/// Names of a sort that are told.
+pub(super) const NAMED: usize = 3;
 
 /// What [`Store::open`] found when it compared index and folders.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -32,10 +35,30 @@ pub struct Reconciled {
     pub strangers: u64,
 }
 
+/// What the last open found, for people.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Found {
+    /// The numbers.
+    pub counts: Reconciled,
+    /// Names that are not ours, with their folders; the first three.
+    pub strangers: Vec<String>,
+    /// Files that could not be read; the first three.
+    pub unreadable: Vec<String>,
+}
+
+/// Adds a name, if it is one of the first.
+fn name_it(names: &mut Vec<String>, name: String) {
+    if names.len() < NAMED {
+        names.push(name);
+    }
+}
+
 impl Store {
     /// Brings the index in line with the folders.
-    pub(super) fn reconcile(&self) -> Result<Reconciled, StoreError> {
-        let mut walk = Walk { store: self, report: Reconciled::default(), seen: HashSet::new() };
+    pub(super) fn reconcile(&self) -> Result<Found, StoreError> {
+        let (report, seen) = (Reconciled::default(), HashSet::new());
+        let (strangers, unreadable) = (Vec::new(), Vec::new());
+        let mut walk = Walk { store: self, report, seen, strangers, unreadable };
         let report = self.index().exclusively(|totals| {
             let quarantined = self.count_quarantine()?;
             walk.shards(totals)?;
@@ -47,7 +70,8 @@ impl Store {
         if report != Reconciled::default() {
             tracing::warn!(?report, "the index was not in line with the files");
         }
-        Ok(report)
+        let Walk { strangers, unreadable, .. } = walk;
+        Ok(Found { counts: report, strangers, unreadable })
     }
 }
 
@@ -61,6 +85,8 @@ struct Walk<'a> {
     store: &'a Store,
     report: Reconciled,
     seen: HashSet<StripeId>,
+    strangers: Vec<String>,
+    unreadable: Vec<String>,
 }
 
 impl Walk<'_> {
@@ -68,27 +94,33 @@ impl Walk<'_> {
         for entry in self.store.disk().list(SHARDS)? {
             match entry.name.parse().ok().filter(|_| entry.is_dir) {
                 Some(shard) => self.shard(shard, totals)?,
-                None => self.report.strangers += 1,
+                None => self.stranger(SHARDS, &entry),
             }
         }
         Ok(())
+    }
+
+    fn stranger(&mut self, folder: &str, entry: &DiskEntry) {
+        self.report.strangers += 1;
+        name_it(&mut self.strangers, format!("{folder}/{}", entry.name));
     }
 
     fn shard(&mut self, shard: ShardId, totals: &mut Totals) -> Result<(), StoreError> {
-        for entry in self.store.disk().list(&shard_dir(shard))? {
+        let folder = shard_dir(shard);
+        for entry in self.store.disk().list(&folder)? {
             match stripe_index(&entry) {
                 Some(index) => self.stripe(StripeId { shard, index }, totals)?,
-                None => self.small(&entry, totals),
+                None => self.small(&folder, &entry, totals),
             }
         }
         Ok(())
     }
 
-    fn small(&mut self, entry: &DiskEntry, totals: &mut Totals) {
+    fn small(&mut self, folder: &str, entry: &DiskEntry, totals: &mut Totals) {
         if !entry.is_dir && is_small_name(&entry.name) {
             totals.small_bytes += entry.len_bytes;
         } else {
-            self.report.strangers += 1;
+            self.stranger(folder, entry);
         }
     }
 
@@ -96,12 +128,13 @@ impl Walk<'_> {
         self.seen.insert(stripe);
         let known = self.store.index().find(stripe)?;
         let mut files = Vec::new();
-        for entry in self.store.disk().list(&stripe_dir(stripe))? {
+        let folder = stripe_dir(stripe);
+        for entry in self.store.disk().list(&folder)? {
             match entry.name.parse::<FileName>().ok().filter(|_| !entry.is_dir) {
                 Some(name) => {
                     files.extend(self.file(FileKey { stripe, name }, entry.len_bytes, &known)?);
                 }
-                None => self.small(&entry, totals),
+                None => self.small(&folder, &entry, totals),
             }
         }
         let gone = |info: &&FileInfo| !files.iter().any(|file: &FileInfo| file.key() == info.key());
@@ -133,6 +166,7 @@ impl Walk<'_> {
             Err(error) => {
                 tracing::error!(%key, %error, "cannot read a file; it is left where it is");
                 self.report.unreadable += 1;
+                name_it(&mut self.unreadable, key.to_string());
                 Ok(None)
             }
         }

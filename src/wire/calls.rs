@@ -197,6 +197,11 @@ calls! {
         /// Which file.
         file: FileName,
     } -> bool;
+    /// Those of some saves (at most 256) that this node has removed, or is to.
+    26 Anyone Buried {
+        /// The saves.
+        saves: Vec<SaveId>,
+    } -> Vec<SaveId>;
 
     /// Registers a node and keeps its lease.
     40 Nodes Register {
@@ -326,11 +331,6 @@ calls! {
         /// Only this save.
         only: Option<SaveId>,
     } -> InventoryAnswer;
-    /// Those of some saves (at most 256) that this node has removed, or is to.
-    63 Nodes Buried {
-        /// The saves.
-        saves: Vec<SaveId>,
-    } -> Vec<SaveId>;
     /// Saves that this node has a commit mark of, by pages.
     64 Nodes Marked {
         /// Where the page begins: behind this shard.

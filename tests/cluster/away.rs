@@ -1,16 +1,21 @@
 //! While no catalogue answers what is committed is still listed, shown and restored, by its commit marks (docs/semantics.md, 6).
 
-use rapidraid::client::{Client, SaveOptions};
-use rapidraid::format::records::{ShardState, StripeState};
-use rapidraid::id::{Attempt, Step};
+use std::sync::Arc;
+
+use rapidraid::client::{Client, ClientError, RestoreReport, RestoreRequest, SaveOptions};
+use rapidraid::format::records::{Node as NodeRecord, SaveHead, ShardState, StripeState};
+use rapidraid::format::save_record::SaveRecord;
+use rapidraid::id::{Attempt, ClusterId, NodeId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
-use rapidraid::store::Scope;
+use rapidraid::placement::place;
+use rapidraid::store::{MemoryDisk, Scope};
 use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::raw::{block_call, finish_block};
 use crate::world::{
-    World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
+    CLUSTER, DISK_BYTES, World, content, job, options, quiet, read_file, restore, restore_error,
+    save, shard,
 };
 
 const BLOCK: u64 = 64 << 10;
@@ -154,4 +159,119 @@ async fn what_a_removed_step_was_before_does_not_come_back() {
     client.remove(&job(), Step(1)).await.unwrap();
     world.kill(0).await;
     assert_eq!(client.list(None).await.unwrap(), []);
+}
+
+async fn save_with_record(client: &Client, step: u64, len: usize, replace: bool) -> SaveRecord {
+    let shards = vec![shard("weights", &content(len, step)), shard("empty", &content(0, 1))];
+    let options = SaveOptions { replace };
+    let saved = client.save(&job(), Step(step), shards, options, quiet()).await.unwrap();
+    let record = SaveRecord::parse(&saved.record.to_bytes().unwrap()).unwrap();
+    assert_eq!(record, saved.record);
+    record
+}
+
+async fn by_record(
+    client: &Client,
+    record: &SaveRecord,
+) -> Result<(Arc<MemoryDisk>, RestoreReport), ClientError> {
+    let out = Arc::new(MemoryDisk::new(DISK_BYTES));
+    let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
+    let report = client.restore_record(record, request, quiet()).await?;
+    Ok((out, report))
+}
+
+async fn assert_by_record(client: &Client, record: &SaveRecord, len: usize) -> RestoreReport {
+    let (out, report) = by_record(client, record).await.unwrap();
+    let step = record.step();
+    assert!(read_file(&*out, "weights") == content(len, step.0), "step {step}");
+    assert!(read_file(&*out, "empty").is_empty());
+    assert!(report.incidents[0].contains("by its record"), "{report:?}");
+    report
+}
+
+/// The record as it would be with other nodes.
+fn with_head(record: &SaveRecord, cluster: ClusterId, nodes: Vec<NodeRecord>) -> SaveRecord {
+    let head = SaveHead { cluster, saved: record.saved().clone(), nodes };
+    SaveRecord::new(head, record.roots().to_vec()).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    let small = 2 * BLOCK as usize;
+    let replicated = save_with_record(&client, 1, small, false).await;
+    let mut archived = Vec::new();
+    for (step, plan) in [(2, PlanChoice::Chain), (3, PlanChoice::BestStar)] {
+        archived.push(save_with_record(&client, step, LEN, false).await);
+        client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap();
+    }
+    // The same before anything is away.
+    assert_eq!(assert_by_record(&client, &replicated, small).await.decoded_stripes, 0);
+    assert_eq!(assert_by_record(&client, &archived[0], LEN).await.replica_stripes, 0);
+
+    // Two nodes, each with a replica of another block: the other one of each is there.
+    let places = place(&replicated.roots()[0].ring, 4, 2, 0).unwrap();
+    let index_of = |id: NodeId| (1..=6).find(|&index| world.nodes[&index].id() == id).unwrap();
+    let gone = [index_of(places[0]), index_of(places[1])];
+    for index in [0, gone[0], gone[1]] {
+        world.kill(index).await;
+    }
+    let left: Vec<usize> = (1..=6).filter(|index| !gone.contains(index)).collect();
+    let client = world.client_of(left[0]);
+    assert_eq!(restore_error(&client, 1).await.kind(), Kind::Unavailable);
+    assert_by_record(&client, &replicated, small).await;
+    for record in &archived {
+        assert_by_record(&client, record, LEN).await;
+    }
+    // The record names who can be asked: no seed needs to answer.
+    assert_by_record(&world.client_of(0), &archived[0], LEN).await;
+
+    // Beyond what the code survives nothing is written, and what is missing is named.
+    for &index in &left[..3] {
+        world.kill(index).await;
+    }
+    let client = world.client_of(left[3]);
+    for record in [&replicated, &archived[0]] {
+        let lost = by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
+        assert_eq!(lost.kind(), Kind::Lost, "{lost}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_of_a_removed_or_replaced_save_says_so() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    let removed = save_with_record(&client, 1, LEN, false).await;
+    let replaced = save_with_record(&client, 2, LEN, false).await;
+    // A node that is away from the removals knows nothing of them; others do.
+    world.kill(6).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    let newer = save_with_record(&client, 2, LEN, true).await;
+    world.boot(6);
+    world.kill(0).await;
+    let client = world.client_of(6);
+    for record in [&removed, &replaced] {
+        let error = by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
+        assert!(matches!(error, ClientError::Removed { .. }), "{error}");
+    }
+    assert_by_record(&client, &newer, LEN).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_is_read_where_its_nodes_are_now_and_only_in_its_cluster() {
+    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    let record = save_with_record(&client, 1, LEN, false).await;
+    let mut moved = record.nodes().to_vec();
+    for node in &mut moved {
+        node.address = format!("old-{}:7440", node.name);
+    }
+    assert_by_record(&client, &with_head(&record, CLUSTER, moved), LEN).await;
+    let other = with_head(&record, ClusterId([8; 16]), record.nodes().to_vec());
+    let error = by_record(&client, &other).await.map(|(_, report)| report).unwrap_err();
+    assert!(matches!(error, ClientError::OtherCluster { .. }), "{error}");
+    let nowhere = with_head(&record, CLUSTER, Vec::new());
+    let error = by_record(&client, &nowhere).await.map(|(_, report)| report).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
 }

@@ -11,8 +11,8 @@ use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
     BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves, Members,
     Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run,
-    Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
-    stripes_root,
+    SaveHead, Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone,
+    Writing, stripes_root,
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
@@ -106,6 +106,10 @@ pub fn saved() -> Saved {
         roots_hash: [0x44; 32],
         saved_at: 1_700_000_000,
     }
+}
+
+fn head() -> SaveHead {
+    SaveHead { cluster: CLUSTER, saved: saved(), nodes: vec![node("node-1"), node("node-2")] }
 }
 
 fn removing(reason: RemoveReason) -> Removing {
@@ -265,6 +269,7 @@ pub fn cases() -> Vec<Case> {
         record("checkpoint, retired", retired),
         folder_record("graves", GRAVES),
         folder_record("heard revision", "heard"),
+        record("save's head", head()),
     ]
 }
 

@@ -118,6 +118,9 @@ fn the_same_again_is_fine_another_one_is_not_and_a_broken_one_makes_room() {
     assert_whole(&store, REPLICA, &data);
     assert_eq!(store.totals().quarantined, 1);
     assert_eq!(disk.list("quarantine").unwrap().len(), 2, "the file and its note");
+    let named = store.quarantined().unwrap();
+    assert!(named.len() == 1 && named[0].contains("block-"), "{named:?}");
+    assert!(named[0].contains(".rep (") && named[0].ends_with(')'), "{named:?}");
 }
 
 #[test]
@@ -188,6 +191,10 @@ fn numbers_and_lists_follow_what_is_there() {
     drop(store);
     let (store, report) = open(&disk);
     assert_eq!(report, Reconciled { added: 10, strangers: 2, ..Default::default() });
+    let found = store.found();
+    let strangers = ["shards/stranger".to_owned(), format!("shards/{}/Stranger", STRIPE.shard)];
+    assert_eq!((found.counts, found.strangers.len()), (report, 2));
+    assert!(strangers.iter().all(|name| found.strangers.contains(name)), "{found:?}");
     assert_eq!(store.totals(), totals);
 
     let judged = store.open_file(piece_key()).unwrap();

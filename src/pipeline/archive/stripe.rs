@@ -97,8 +97,9 @@ impl Coordinator {
             Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
                 // Not proven in this run: replicas go only when the pieces are seen to do without them.
+                let at = (index, info.places.as_slice());
                 let receipt =
-                    records::receipt(&self.caller, &directory, &shard.root, &info, attempt).await?;
+                    records::receipt(&self.caller, &directory, &shard.root, at, attempt).await?;
                 let stands = receipt.generation == generation
                     && self.pieces_span(&info, &directory, &receipt).await;
                 return match stands {
@@ -304,7 +305,8 @@ impl Coordinator {
         generation: Generation,
     ) -> Option<Receipt> {
         let (root, attempt) = (&shard.root, plan.attempt);
-        let found = records::receipt(&self.caller, directory, root, info, attempt).await;
+        let at = (info.fixed.stripe.index, info.places.as_slice());
+        let found = records::receipt(&self.caller, directory, root, at, attempt).await;
         let receipt = found.ok().filter(|receipt| {
             let is_home = |piece: &ReceiptPiece| plan.home(piece.piece) == Some(piece.node);
             receipt.generation == generation

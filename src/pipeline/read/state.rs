@@ -1,0 +1,67 @@
+//! The state of a stripe as its nodes tell it, for whoever reads without a catalogue (docs/semantics.md, 6).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Reading;
+use super::inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+use crate::format::file::FileName;
+use crate::format::records::{ShardRoot, StripeState};
+use crate::id::{Attempt, NodeId, StripeId};
+use crate::pipeline::records;
+
+/// Attempts whose receipts are asked for, those with the most pieces first.
+const ATTEMPTS_ASKED: usize = 4;
+
+/// How stripe `index` of a committed shard can be read: by the replicas when all are there, otherwise by the attempt of which the most
+/// pieces are there and a node has the receipt. A receipt exists only when all n pieces were proven, so it does not matter whether the
+/// catalogue had come to know of it. Nodes that are silent are asked too when `is_patient`.
+pub async fn state_on_nodes(
+    reading: &Reading,
+    root: &ShardRoot,
+    index: u32,
+    is_patient: bool,
+) -> StripeState {
+    let stripe = StripeId { shard: root.shard, index };
+    let ring = root.ring.iter().map(|member| member.node);
+    let nodes: BTreeSet<NodeId> =
+        ring.filter(|node| is_patient || reading.directory.is_live(*node)).collect();
+    let cut = root.geometry().ok().and_then(|geometry| geometry.stripe(index));
+    let blocks: BTreeSet<u8> = (0..root.k)
+        .filter(|&block| cut.as_ref().is_some_and(|cut| cut.block_len(block) > 0))
+        .collect();
+    let limit = if is_patient { PATIENT_LIMIT } else { INSPECT_LIMIT };
+    let mut held = Held::new();
+    let is_whole = |held: &Held| blocks.is_subset(&replicas(held));
+    inspect_all(reading, stripe, &nodes, limit, &mut held, is_whole).await;
+    if is_whole(&held) {
+        return StripeState::Replicated;
+    }
+    let mut attempts: Vec<(Attempt, BTreeSet<u8>)> = pieces(&held).into_iter().collect();
+    attempts.sort_by_key(|(_, pieces)| std::cmp::Reverse(pieces.len()));
+    for (attempt, _) in attempts.into_iter().take(ATTEMPTS_ASKED) {
+        let (caller, directory) = (&reading.caller, &reading.directory);
+        if let Ok(found) = records::receipt(caller, directory, root, (index, &[]), attempt).await {
+            let (code, generation) = (found.code, found.generation);
+            return StripeState::Archived { attempt, code, generation, dropped: false };
+        }
+    }
+    StripeState::Replicated
+}
+
+fn replicas(held: &Held) -> BTreeSet<u8> {
+    let block = |file| match file {
+        FileName::Replica { block } => Some(block),
+        FileName::Piece { .. } => None,
+    };
+    held.values().flatten().filter_map(|view| block(view.file)).collect()
+}
+
+fn pieces(held: &Held) -> BTreeMap<Attempt, BTreeSet<u8>> {
+    let mut pieces: BTreeMap<Attempt, BTreeSet<u8>> = BTreeMap::new();
+    for view in held.values().flatten() {
+        if let FileName::Piece { piece, attempt } = view.file {
+            pieces.entry(attempt).or_default().insert(piece);
+        }
+    }
+    pieces
+}

@@ -1,0 +1,105 @@
+//! What no record explains is never deleted, and `status` tells of it (docs/semantics.md, 5).
+
+use std::time::Duration;
+
+use rapidraid::client::Client;
+use rapidraid::id::{SaveId, ShardId};
+use rapidraid::net::Role;
+use rapidraid::store::{Disk, Scope};
+use rapidraid::wire::calls::Keep;
+
+use crate::world::raw::{block_call, finish_block};
+use crate::world::{World, content, save};
+
+const BLOCK: u64 = 64 << 10;
+const LEN: usize = 5 * BLOCK as usize - 1000;
+
+/// What `status` says of a node besides numbers.
+async fn notes(world: &World, client: &Client, index: usize) -> Vec<String> {
+    let status = client.status().await.unwrap();
+    let name = &world.machines[index].name;
+    let found = status.nodes.into_iter().find(|(view, _)| view.node.name == *name).unwrap();
+    found.1.unwrap().notes
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_save_with_a_commit_mark_that_no_step_has_is_kept_and_named() {
+    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    let unknown = SaveId([9; 12]);
+    let scope = Scope::Shard(ShardId::new(unknown, 0));
+    world.nodes[&2].store().put_small(scope, "commit", b"a mark").unwrap();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    // So long until the home has looked at all six nodes.
+    tokio::time::sleep(10 * world.lease).await;
+    let told = notes(&world, &client, 0).await;
+    let is_told = |note: &String| {
+        note.starts_with("1 save that no step has is kept")
+            && note.contains(&unknown.to_string())
+            && note.contains("which has a commit mark: a rebuild")
+    };
+    assert!(told.len() == 1 && is_told(&told[0]), "{told:?}");
+    assert_eq!(notes(&world, &client, 2).await, Vec::<String>::new());
+    assert_eq!(world.catalogue_keys("x/"), Vec::<String>::new());
+    assert!(!world.files_of(unknown).is_empty(), "it is kept");
+}
+
+#[tokio::test(start_paused = true)]
+async fn in_the_first_epoch_a_save_without_marks_is_kept_and_one_under_way_is_not_unknown() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let voice = world.voice(Role::Client, "stray");
+    let to = world.node_address(1);
+    let bytes = content(60_000, 1);
+    // One that was begun, and one that nobody has begun.
+    let begun = voice.begin(&to, 1).await.unwrap();
+    let mut call = block_call(&begun, bytes.len());
+    let mut exchange = voice.open_block(&to, &call).await.unwrap();
+    finish_block(&mut exchange, &bytes, &bytes).await.unwrap();
+    let stray = SaveId([9; 12]);
+    call.stripe.shard = ShardId::new(stray, 0);
+    let mut exchange = voice.open_block(&to, &call).await.unwrap();
+    finish_block(&mut exchange, &bytes, &bytes).await.unwrap();
+    world.kill(0).await;
+    world.kill(6).await;
+    world.boot(0);
+    let client = world.client_of(1);
+    for _ in 0..30 {
+        let _ = voice.ask(&to, &Keep { lease: begun.lease }).await;
+        tokio::time::sleep(world.lease / 2).await;
+    }
+    let told = notes(&world, &client, 0).await;
+    let of_stray = |why: &str| {
+        told.len() == 1 && told[0].contains(&stray.to_string()) && told[0].contains(why)
+    };
+    assert!(of_stray("until every storage node has said"), "{told:?}");
+    world.boot(6);
+    // Judged again after a wait that has grown meanwhile.
+    tokio::time::sleep(Duration::from_secs(11 * 60)).await;
+    let told = notes(&world, &client, 0).await;
+    assert!(told.len() == 1 && told[0].contains("no node has a commit mark"), "{told:?}");
+    assert!(!world.files_of(stray).is_empty(), "it is kept");
+    assert!(world.files_of(begun.save).is_empty(), "its lease is over: it was given up");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_tells_of_strange_names_and_of_what_is_in_quarantine() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    world.kill(3).await;
+    let disk = world.machines[3].disk.clone();
+    disk.create_new("shards/somebody's").unwrap();
+    let (_, rotten) =
+        world.files(|path| path.ends_with(".rep")).into_iter().find(|(at, _)| *at == 3).unwrap();
+    disk.truncate(&rotten, 10).unwrap();
+    world.boot(3);
+    world.until_live(6).await;
+    let told = notes(&world, &client, 3).await;
+    assert_eq!(told.len(), 2, "{told:?}");
+    assert!(told[0].starts_with("1 file in quarantine/") && told[0].contains(".rep ("), "{told:?}");
+    assert!(
+        told[1].starts_with("1 file under shards/") && told[1].ends_with("shards/somebody's"),
+        "{told:?}"
+    );
+    assert!(disk.open("shards/somebody's").is_ok(), "it is left alone");
+}

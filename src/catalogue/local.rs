@@ -113,7 +113,11 @@ impl LocalCatalogue {
     }
 
     /// Changes nothing for the next ten seconds; what the entries come to. A change that was under way may still be made.
+    ///
+    /// # Errors
+    /// Of kind `Unavailable` when it changes nothing anyway: it may be an old one that does not know yet.
     pub async fn hold_still(&self) -> Result<MapSum, CatalogueError> {
+        self.table.refuse_if_read_only()?;
         *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = self.clock.now() + STILL;
         self.on_table(&self.changes, |table| Ok(table.sum())).await
     }
@@ -133,15 +137,20 @@ impl LocalCatalogue {
         }
     }
 
-    /// Changes nothing ever again, if `copied` is what the entries come to.
+    /// Changes nothing any more, if `copied` is what the entries come to.
     ///
     /// # Errors
     /// Of kind `Exists` when the copy is another one than this map: then nothing has changed here.
     pub async fn hand_over(&self, copied: MapSum) -> Result<(), CatalogueError> {
-        self.on_table(&self.changes, move |table| table.hand_over(copied)).await?;
-        // Who waits is told at once.
+        self.on_table(&self.changes, move |table| table.hand_over(copied)).await
+    }
+
+    /// Ends the wait of those who want a change: the catalogue is elsewhere, or (`is_here`) goes on here.
+    pub fn handed_over(&self, is_here: bool) {
+        if is_here {
+            self.table.take_back();
+        }
         *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = Duration::ZERO;
-        Ok(())
     }
 
     async fn on_table<T: Send + 'static>(

@@ -122,9 +122,10 @@ impl MapWriter {
         if self.waiting >= BATCH_ENTRIES { self.apply() } else { Ok(()) }
     }
 
-    /// Makes all entries durable; what they come to.
+    /// Makes all entries durable; what they come to when they are read again.
     pub fn sum(&mut self) -> Result<MapSum, CatalogueError> {
         self.apply()?;
+        check_sum(&*self.kv)?;
         Ok(MapSum { revision: self.revision, sum: self.sum.to_be_bytes() })
     }
 
@@ -196,7 +197,7 @@ mod tests {
             }
         }
         let held = old.hold_still().await.unwrap();
-        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Unavailable);
+        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Busy);
         let copy = async |without: &str| {
             let kv: Arc<dyn Kv> = Arc::new(MemoryKv::new());
             let mut map = MapWriter::copy(kv, held.revision);
@@ -212,7 +213,7 @@ mod tests {
         let (sum, map) = copy("").await;
         assert_eq!(sum, held);
         old.hand_over(sum).await.unwrap();
-        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Unavailable);
+        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Busy);
         // Revisions go on: what was read before the move fits after it, and no number comes twice.
         let new = open(map.finish(Epoch(2), MapId([3; 16])).unwrap());
         assert_eq!(new.get("c").await.unwrap(), old.get("c").await.unwrap());

@@ -12,13 +12,14 @@ use super::{Catalogue, CatalogueError, Entry, SetOutcome};
 use crate::clock::deadline;
 use crate::format::records::Node;
 use crate::id::{Epoch, LeaseId, MapId, PeerName};
+use crate::kind::Kind;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::{Address, Connection};
 use crate::wire::calls::{
     CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseGrant, LeaseRevoke,
     LeaseTouch, NodeView, Nodes, Register, RegisterAnswer, SetAnswer,
 };
-use crate::wire::{Call, NodeAddress};
+use crate::wire::{Call, Failure, NodeAddress};
 
 /// Attempts to find and ask the catalogue before an operation fails.
 const ATTEMPTS: u32 = 4;
@@ -76,7 +77,10 @@ impl RemoteCatalogue {
 
     /// From here on only the catalogue `map` (`None`: any) of `epoch`, or one of a later epoch, is believed.
     pub fn expect(&self, epoch: Epoch, map: Option<MapId>) {
-        *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = (epoch, map);
+        let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        if epoch >= expected.0 {
+            *expected = (epoch, map);
+        }
     }
 
     fn is_believed(&self, hello: &HelloAnswer) -> bool {
@@ -219,6 +223,11 @@ impl RemoteCatalogue {
                     let (kind, message) = (failure.kind, failure.message);
                     *last = Some(CatalogueError::Refused { kind, message });
                     return Err(());
+                }
+                // It may be on its way to another home.
+                Err(CallError::Failed(Failure { kind: Kind::Busy, message })) => {
+                    self.forget();
+                    *last = Some(CatalogueError::Refused { kind: Kind::Busy, message });
                 }
                 Err(error) => {
                     self.forget();

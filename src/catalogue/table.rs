@@ -91,6 +91,11 @@ impl Table {
         Ok(())
     }
 
+    /// Nobody has taken it: changes go on.
+    pub(super) fn take_back(&self) {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner).is_handed_over = false;
+    }
+
     /// Is another number after each change of a node's record.
     pub(super) fn members_revision(&self) -> u64 {
         self.members.load(Ordering::Acquire)
@@ -177,5 +182,5 @@ impl Table {
 /// What somebody hears who wants a change during a move.
 pub(super) fn moving() -> CatalogueError {
     let message = "the catalogue is being moved to another daemon: try again".to_owned();
-    CatalogueError::Refused { kind: Kind::Unavailable, message }
+    CatalogueError::Refused { kind: Kind::Busy, message }
 }

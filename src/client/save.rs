@@ -32,6 +32,10 @@ use crate::wire::calls::{
 const SHARDS_AT_ONCE: usize = 4;
 /// A node that does not say its epoch within this has no say in whether a save's epoch is over.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// How long a save waits for the end of a move that it has met, and then for the new home.
+const MOVE_LIMIT: Duration = Duration::from_secs(10);
+/// Between two looks.
+const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// Nodes that are asked for it at once.
 const HELLOS_AT_ONCE: usize = 32;
 /// How often a save begins anew when its nodes fail under it.
@@ -84,6 +88,15 @@ impl Drop for KeptLease {
     }
 }
 
+/// What became of a save whose epoch is over.
+enum Settled {
+    Committed(Saved),
+    /// It is not open any more, and was not decided.
+    Gone,
+    /// Nobody said.
+    Unknown,
+}
+
 /// Whether an error may come from an epoch that is over: nodes refuse what is older, and gateways lose the catalogue.
 fn may_be_epoch(kind: Kind) -> bool {
     kind == Kind::Fenced || kind.is_transient()
@@ -130,29 +143,28 @@ impl Client {
                 Ok(saved) => return saving.report(saved),
                 Err(error) => error,
             };
-            let is_over = may_be_epoch(error.kind()) && saving.is_over().await;
-            // Had all been sealed, the catalogue that has moved knows it as before.
-            if is_over && let Ok(saved) = saving.commit(shards.len()).await {
-                return saving.report(saved);
-            }
-            // What cannot be aborted now is collected when its lease is over.
-            let is_gone = (is_over || error.kind() != Kind::Fenced) && saving.abort().await;
             restarts += 1;
-            match &error {
-                _ if restarts > RESTARTS => return Err(error),
-                // Nodes refuse what is of an older epoch.
-                _ if is_over => {
-                    if !is_gone {
-                        saving.wait_for_lease().await;
+            if may_be_epoch(error.kind()) && saving.is_over(error.kind()).await {
+                match saving.settle(shards.len()).await {
+                    Settled::Committed(saved) => return saving.report(saved),
+                    Settled::Gone if restarts <= RESTARTS => {}
+                    _ => return Err(error),
+                }
+            } else {
+                // What cannot be aborted now is collected when its lease is over.
+                if error.kind() != Kind::Fenced {
+                    let _ = saving.abort().await;
+                }
+                match &error {
+                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
+                    // that is gone counts as live for one lease more; one whose disk is full is not counted.
+                    ClientError::Save(SaveError::NoHolders { .. }) if restarts <= RESTARTS => {
+                        avoid.extend(saving.failures.refused());
+                        let lease = Duration::from_millis(saving.begun.lease_ms);
+                        self.caller().clock().sleep(lease).await;
                     }
+                    _ => return Err(error),
                 }
-                // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
-                // that is gone counts as live for one lease more; one whose disk is full is not counted.
-                ClientError::Save(SaveError::NoHolders { .. }) => {
-                    avoid.extend(saving.failures.refused());
-                    saving.wait_for_lease().await;
-                }
-                _ => return Err(error),
             }
             tracing::warn!(%error, restarts, "the save begins anew");
         }
@@ -222,8 +234,23 @@ impl Saving {
         self.commit(shards.len()).await
     }
 
-    /// Whether some node has heard of a later epoch: then it refuses what was begun in this one.
-    async fn is_over(&self) -> bool {
+    /// Whether some node has heard of a later epoch: then it refuses what was begun in this one. While a catalogue moves nobody has yet,
+    /// and who wants a change is told to wait: `failed` is `Busy`.
+    async fn is_over(&self, failed: Kind) -> bool {
+        let clock = self.client.caller().clock();
+        let until = clock.now() + MOVE_LIMIT;
+        loop {
+            if self.has_later_epoch().await {
+                return true;
+            }
+            if failed != Kind::Busy || clock.now() >= until {
+                return false;
+            }
+            clock.sleep(MOVE_LOOK).await;
+        }
+    }
+
+    async fn has_later_epoch(&self) -> bool {
         let asks = self.begun.nodes.iter().map(|node| async {
             let to = Address { host_port: node.address.clone(), node: Some(node.name.clone()) };
             self.client.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await
@@ -238,15 +265,29 @@ impl Saving {
         false
     }
 
-    /// Whether the save is not open any more.
+    /// Asks the catalogue of the later epoch until it says what the save is. Had all been sealed, it is committed as before the move.
+    async fn settle(&self, shards: usize) -> Settled {
+        let clock = self.client.caller().clock();
+        let until = clock.now() + MOVE_LIMIT;
+        loop {
+            if let Ok(saved) = self.commit(shards).await {
+                return Settled::Committed(saved);
+            }
+            // Refused when it is decided: then it will be committed.
+            if self.abort().await {
+                return Settled::Gone;
+            }
+            if clock.now() >= until {
+                return Settled::Unknown;
+            }
+            clock.sleep(MOVE_LOOK).await;
+        }
+    }
+
+    /// Whether the save is not open, and not decided.
     async fn abort(&self) -> bool {
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
         self.client.ask(&Abort { job, step, save }).await.is_ok()
-    }
-
-    /// Until the lease that nobody keeps any more is over.
-    async fn wait_for_lease(&self) {
-        self.client.caller().clock().sleep(Duration::from_millis(self.begun.lease_ms)).await;
     }
 
     fn roots(&self) -> MutexGuard<'_, BTreeMap<u32, ShardRoot>> {

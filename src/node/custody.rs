@@ -97,14 +97,18 @@ impl Node {
             match registered {
                 Ok(answer) => {
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
-                    let noted = self.on_store(move |store| {
-                        store.note_map(answer.epoch, answer.map)?;
-                        store.note_revision(answer.map, answer.revision)
-                    });
+                    let noted =
+                        self.on_store(move |store| store.note_map(answer.epoch, answer.map));
                     match noted.await {
                         Ok(()) => {
                             self.hosting.follows();
                             self.remote.expect(answer.epoch, Some(answer.map));
+                            let noted = self.on_store(move |store| {
+                                store.note_revision(answer.map, answer.revision)
+                            });
+                            if let Err(error) = noted.await {
+                                tracing::warn!(%error, "how far the catalogue has come was not noted");
+                            }
                         }
                         Err(error) => {
                             tracing::error!(%error, "the catalogue that was found is not the cluster's");

@@ -203,28 +203,31 @@ impl Node {
                 let noted = self.on_store(move |store| match hello.map {
                     Some(map) if !is_other => store.note_map(hello.epoch, map),
                     // Two maps of one epoch: neither goes on.
-                    _ => store
-                        .raise_epoch(hello.epoch.max(Epoch(hello.epoch.0 + u64::from(is_other)))),
+                    _ => store.raise_epoch(if is_other { hello.epoch.next() } else { hello.epoch }),
                 });
                 if let Err(error) = noted.await {
                     tracing::warn!(%error, "a later epoch was not noted");
                 }
                 return false;
             }
-            heard += usize::from(node.storage);
             // One that has noted the epoch alone knows neither its map nor its home.
-            let is_behind = hello.epoch < local.epoch() || hello.map.is_none();
-            behind.extend(is_behind.then_some(node));
+            if hello.epoch < local.epoch() || hello.map.is_none() {
+                behind.push(node);
+            } else {
+                heard += usize::from(node.storage);
+            }
         }
         let call = Claim { epoch: local.epoch(), map: local.map(), home: self.address() };
         let tells = behind.iter().map(|node| async {
             let to = node_address(node);
             let told = self.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
-            if let Err(error) = told {
+            if let Err(error) = &told {
                 tracing::info!(node = %node.name, %error, "it has not heard of this epoch");
             }
+            // Until then it obeys an older catalogue, or another one of this epoch that comes first.
+            usize::from(told.is_ok() && node.storage)
         });
-        join_all(tells).await;
+        let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
         storage == 0 || heard * 2 > storage
     }
 

@@ -8,14 +8,16 @@ use std::time::Duration;
 use super::Node;
 use super::failure::failure;
 use super::rebuild::without;
+use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::map::MapWriter;
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::Node as NodeRecord;
 use crate::id::{Epoch, MapId};
 use crate::kind::Kind;
 use crate::net::call::CallError;
-use crate::store::Kv;
-use crate::wire::calls::{CatalogueList, Claim, HandOver, HoldStill, MapSum, MoveAnswer};
+use crate::wire::calls::{
+    CatalogueList, Claim, HandOver, Hello, HelloAnswer, HoldStill, MapSum, MoveAnswer,
+};
 use crate::wire::{Failure, NodeAddress};
 
 /// How long the old home is asked to hand over while it does not answer.
@@ -36,20 +38,36 @@ impl Node {
         Ok(self.hosted()?.hold_still().await?)
     }
 
-    /// The home's part: its catalogue ends, for a whole copy of it. Again, for the same copy: the same answer.
-    pub(super) async fn hand_over(&self, call: HandOver) -> Result<(), Failure> {
+    /// The home's part: its catalogue ends, for a whole copy of it. Again, for the same copy: the same answer. Runs in a task of its own:
+    /// whoever asks may go away in the middle.
+    pub(super) async fn hand_over(self: &Arc<Self>, call: HandOver) -> Result<(), Failure> {
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.hand_over_now(call).await });
+        let died = |_| failure(Kind::Unavailable, "the daemon is stopping: ask it again");
+        work.await.map_err(died)?
+    }
+
+    async fn hand_over_now(&self, call: HandOver) -> Result<(), Failure> {
         let HandOver { copied, epoch, map, home } = call;
-        match self.hosted_catalogue() {
-            Some(local) if epoch > local.epoch() => local.hand_over(copied).await?,
+        let local = match self.hosted_catalogue() {
+            Some(local) if epoch > local.epoch() && epoch.is_near(local.epoch()) => local,
             None if self.store.epoch() == epoch && self.store.map() == Some(map) => return Ok(()),
             _ => {
                 let text = format!("the catalogue of an epoch before {epoch} is not served here");
                 return Err(failure(Kind::Fenced, text));
             }
+        };
+        if local.is_read_only() {
+            let text = "the catalogue here hears too few nodes to know that it is the latest";
+            return Err(failure(Kind::Unavailable, text));
         }
-        self.claim(Claim { epoch, map, home }).await?;
-        tracing::warn!(%epoch, "the catalogue was handed over");
-        Ok(())
+        local.hand_over(copied).await?;
+        let claimed = self.claim(Claim { epoch, map, home }).await;
+        local.handed_over(claimed.is_err());
+        if claimed.is_ok() {
+            tracing::warn!(%epoch, "the catalogue was handed over");
+        }
+        claimed
     }
 
     /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
@@ -79,26 +97,67 @@ impl Node {
         let Some(old) = self.catalogue_home() else {
             return Err(failure(Kind::Unavailable, "the catalogue has just moved: try again"));
         };
-        let epoch = self.next_epoch().await?;
+        let epoch = self.next_epoch(&old).await?;
         let copied = self.copy_from(&old).await?;
         let (map, home) = (MapId(self.entropy.id()), self.address());
         let order = HandOver { copied: copied.sum, epoch, map, home: home.clone() };
         self.take_from(&old, &order).await?;
-        self.claim(Claim { epoch, map, home }).await?;
-        let kv = self.workers.run(move || copied.map.finish(epoch, map)).await??;
-        let local = self.serve_map(kv, epoch)?;
+        let entries = copied.entries;
+        let local = self.begin_copy(copied.map, Claim { epoch, map, home }).await;
+        let local = local.map_err(|error| {
+            let text = format!(
+                "{} has handed the catalogue over, and here it could not be begun ({error}): `rapidraid catalogue rebuild`, here or elsewhere",
+                old.name
+            );
+            failure(error.kind, text)
+        })?;
         tracing::warn!(%epoch, from = %old.name, "the catalogue is served here");
-        // The others need not wait until they are asked the next time.
-        self.hears_enough(&local).await;
-        let home = self.settings.name.clone();
-        Ok(MoveAnswer { epoch, home, from: old.name, entries: copied.entries })
+        // It changes nothing before more than half of the nodes have heard of it; the others need not wait until they are asked.
+        if self.hears_enough(&local).await {
+            local.set_read_only(false);
+        }
+        Ok(MoveAnswer { epoch, home: self.settings.name.clone(), from: old.name, entries })
     }
 
-    /// The epoch after all that the storage nodes have seen, of which more than half must answer: without them this daemon could change
-    /// nothing afterwards.
-    async fn next_epoch(&self) -> Result<Epoch, Failure> {
+    /// From here on the copy is the catalogue.
+    async fn begin_copy(
+        &self,
+        copy: MapWriter,
+        claim: Claim,
+    ) -> Result<Arc<LocalCatalogue>, Failure> {
+        let (epoch, map) = (claim.epoch, claim.map);
+        self.claim(claim).await?;
+        let kv = self.workers.run(move || copy.finish(epoch, map)).await??;
+        let local = self.open_map(kv, epoch).await?;
+        local.set_read_only(true);
+        self.hosting.serve(local.clone());
+        Ok(local)
+    }
+
+    /// The epoch after that of the catalogue at `old`, which must be the latest that is heard of. More than half of the storage nodes must
+    /// answer: without them this daemon could change nothing afterwards.
+    async fn next_epoch(&self, old: &NodeAddress) -> Result<Epoch, Failure> {
         let (members, heard) = self.gather_members().await?;
-        let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
+        let hello = self.caller.call(old, &Hello { me: None }).await?;
+        if hello.map.is_none() || (hello.epoch, hello.map) != (self.store.epoch(), self.store.map())
+        {
+            let text = format!(
+                "this daemon has not heard yet of the catalogue that {} serves: try again in some seconds",
+                old.name
+            );
+            return Err(failure(Kind::Busy, text));
+        }
+        let is_later = |other: &HelloAnswer| {
+            let is_other = other.map.is_some() && other.map != hello.map;
+            other.epoch > hello.epoch || other.epoch == hello.epoch && is_other
+        };
+        if let Some((node, other)) = heard.iter().find(|(_, other)| is_later(other)) {
+            let text = format!(
+                "node {} has heard of a catalogue of epoch {}, other than the one that {} serves: `rapidraid status`",
+                node.name, other.epoch, old.name
+            );
+            return Err(failure(Kind::Fenced, text));
+        }
         let reached: Vec<NodeRecord> = heard.into_iter().map(|(node, _)| node).collect();
         let all = members.iter().filter(|node| node.storage).count();
         let missing: Vec<&str> =
@@ -111,16 +170,13 @@ impl Node {
             );
             return Err(failure(Kind::Unavailable, text));
         }
-        Ok(latest.max(self.store.epoch()).next())
+        Ok(hello.epoch.next())
     }
 
     /// Copies all entries of the catalogue at `old`, which holds still meanwhile.
     async fn copy_from(&self, old: &NodeAddress) -> Result<Copied, Failure> {
         let held = self.caller.call(old, &HoldStill {}).await?;
-        let maps = self.hosting.maps().clone();
-        let fresh = self.workers.run(move || maps.fresh()).await?;
-        let fresh: Arc<dyn Kv> =
-            fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))?;
+        let fresh = self.fresh_map().await?;
         let mut map = MapWriter::copy(fresh, held.revision);
         let (mut entries, mut after) = (0, None);
         loop {

@@ -93,6 +93,8 @@ impl Node {
         check_census(&preview, &members, &reached, accept_loss)?;
         drop(preview);
 
+        // Where there is no room for a map nothing is claimed for it.
+        let fresh = self.fresh_map().await?;
         let map = MapId(self.entropy.id());
         let claimed = self.claim_all(&reached, epoch, map).await?;
         enough(&members, &claimed, self.configured_codes(), accept_loss)?;
@@ -111,8 +113,6 @@ impl Node {
             incomplete: census.incomplete,
             ..RebuildAnswer::default()
         };
-        let fresh = self.hosting.maps().fresh();
-        let fresh = fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))?;
         let mut writer = MapWriter::new(fresh, epoch);
         for node in &members {
             writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
@@ -127,22 +127,28 @@ impl Node {
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
         about_to(Stage::Map, epoch);
-        self.serve_map(writer.finish(epoch, map)?, epoch)?;
+        self.hosting.serve(self.open_map(writer.finish(epoch, map)?, epoch).await?);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
     }
 
-    /// From here on this daemon serves the finished map of `epoch` in `kv`.
-    pub(super) fn serve_map(
+    /// An empty map; what was in its place lies aside.
+    pub(super) async fn fresh_map(&self) -> Result<Arc<dyn Kv>, Failure> {
+        let maps = self.hosting.maps().clone();
+        let fresh = self.workers.run(move || maps.fresh()).await?;
+        fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))
+    }
+
+    /// Opens the finished map of `epoch` in `kv`.
+    pub(super) async fn open_map(
         &self,
         kv: Arc<dyn Kv>,
         epoch: Epoch,
     ) -> Result<Arc<LocalCatalogue>, Failure> {
         let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
-        let (workers, lease) = (&self.workers, self.settings.lease);
-        let local = Arc::new(LocalCatalogue::open(kv, clock, entropy, workers, lease, epoch)?);
-        self.hosting.serve(local.clone());
-        Ok(local)
+        let (workers, lease) = (self.workers.clone(), self.settings.lease);
+        let open = move || LocalCatalogue::open(kv, clock, entropy, &workers, lease, epoch);
+        Ok(Arc::new(self.workers.run(open).await??))
     }
 
     fn configured_codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {

@@ -392,7 +392,14 @@ impl Node {
                     entry = Some(removing);
                     Ok(Some(checkpoint))
                 }
-                _ => Ok(None),
+                writing => {
+                    checkpoint.writing = writing;
+                    if is_decided(&checkpoint, call.save) {
+                        let text = format!("save {} is decided: it is not aborted", call.save);
+                        return Err(failure(Kind::Exists, text));
+                    }
+                    Ok(None)
+                }
             }
         };
         update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
@@ -401,6 +408,15 @@ impl Node {
         }
         Ok(())
     }
+}
+
+/// Whether the step has the save as one that is, was or will be committed.
+fn is_decided(checkpoint: &Checkpoint, of: SaveId) -> bool {
+    let was = checkpoint
+        .removing
+        .iter()
+        .any(|removing| removing.save == of && removing.reason != RemoveReason::Aborted);
+    was || has_save(checkpoint, of)
 }
 
 /// Whether the step has the save, open, decided or committed.

@@ -32,13 +32,14 @@ impl Store {
 
     /// Notes durably that `map` had come to `revision`. A lower one is no news.
     pub fn note_revision(&self, map: MapId, revision: u64) -> Result<(), StoreError> {
-        let mut heard = self.heard();
-        if heard.is_some_and(|heard| map == heard.map && revision <= heard.revision) {
+        // One writer at a time; those who ask meanwhile do not wait for the disk.
+        let _noting = self.noting();
+        if self.heard().is_some_and(|heard| map == heard.map && revision <= heard.revision) {
             return Ok(());
         }
         let now = Heard { map, revision };
         self.put_sealed(HEARD, RecordKind::Heard, &now)?;
-        *heard = Some(now);
+        *self.heard() = Some(now);
         Ok(())
     }
 

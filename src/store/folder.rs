@@ -56,6 +56,7 @@ struct Inner {
     node: NodeId,
     seen: Mutex<SeenEpoch>,
     heard: Mutex<Option<Heard>>,
+    noting: Mutex<()>,
     next_quarantine: AtomicU64,
     graves: Mutex<()>,
     found: OnceLock<Found>,
@@ -99,6 +100,7 @@ impl Store {
             node: NodeId::of(name),
             seen: Mutex::default(),
             heard: Mutex::default(),
+            noting: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
             graves: Mutex::default(),
             found: OnceLock::new(),
@@ -180,6 +182,10 @@ impl Store {
 
     pub(super) fn heard(&self) -> MutexGuard<'_, Option<Heard>> {
         self.inner.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn noting(&self) -> MutexGuard<'_, ()> {
+        self.inner.noting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn disk(&self) -> &dyn Disk {

@@ -109,16 +109,17 @@ async fn a_save_that_a_move_meets_is_whole_afterwards() {
 
 #[tokio::test(start_paused = true)]
 async fn a_home_hands_over_only_for_a_whole_copy() {
-    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let (voice, to) = (world.voice(Role::Node, "node09"), world.node_address(0));
     let held = voice.ask(&to, &HoldStill {}).await.unwrap();
+    let home = world.node_address(3);
     let order = |copied, epoch| HandOver {
         copied,
         epoch: Epoch(epoch),
         map: MapId([9; 16]),
-        home: world.node_address(3),
+        home: home.clone(),
     };
     let other = MapSum { sum: [0; 16], ..held };
     let older = MapSum { revision: held.revision - 1, ..held };
@@ -137,12 +138,39 @@ async fn a_home_hands_over_only_for_a_whole_copy() {
     assert_eq!(denied.kind(), Kind::Denied);
     // Held still, it changes nothing, and reads; then it goes on, and the copy is an old one.
     let refused = try_save(&client, 2).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), Kind::Busy, "{refused}");
     assert_exact(&client, 1).await;
     tokio::time::sleep(Duration::from_secs(10)).await;
     try_save(&client, 2).await.unwrap();
     assert_eq!(voice.ask(&to, &order(held, 2)).await.unwrap_err().kind(), Kind::Exists);
     assert!(world.nodes[&0].serves());
+    // It hears half of the nodes: there may be a later catalogue, of which its copy must not become the next.
+    let held = voice.ask(&to, &HoldStill {}).await.unwrap();
+    for index in [4, 5, 6] {
+        world.kill(index).await;
+    }
+    world.until("it changes nothing", || !world.nodes[&0].serves()).await;
+    let refused = voice.ask(&to, &HoldStill {}).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    let refused = voice.ask(&to, &order(held, 2)).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    world.boot(4);
+    world.until("it serves again", || world.nodes[&0].serves()).await;
+}
+
+/// A rebuild has begun elsewhere while the old home was cut off; who moves it knows the old one only.
+#[tokio::test(start_paused = true)]
+async fn an_older_catalogue_than_nodes_have_heard_of_is_not_moved() {
+    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(3);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let claim = Claim { epoch: Epoch(2), map: MapId([9; 16]), home: world.node_address(5) };
+    let voice = world.voice(Role::Node, "node05");
+    voice.ask(&world.node_address(6), &claim).await.unwrap();
+    let refused = move_to(&client, 3).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Fenced, "{refused}");
+    assert!(refused.to_string().contains("node06"), "{refused}");
+    assert_eq!(world.nodes[&3].store().epoch(), Epoch(1));
 }
 
 /// The new home dies when the old one has just stood down: its copy is no catalogue.

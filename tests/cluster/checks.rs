@@ -8,13 +8,14 @@ use rapidraid::format::records::{
     CommitMark, Home, LAYOUT_STANDARD, Leaves, Receipt, Record, RemoveReason, ShardRoot,
     StripeRecord, StripeState, Tombstone,
 };
+use rapidraid::format::tree::grain_hash;
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Attempt, Epoch, Generation, MapId, NodeId, Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
 use rapidraid::store::{BlockSpec, Disk, PieceSpec, Scope};
 use rapidraid::wire::calls::{
-    ArchiveEvent, Drop, PlanChoice, PutMark, PutReceipt, PutTombstone, Run,
+    ArchiveEvent, Drop, PlanChoice, PutMark, PutReceipt, PutTombstone, Read, ReadAnswer, Run,
 };
 use rapidraid::wire::order::RunReport;
 use rapidraid::wire::{Call, answer_to_bytes, parse_answer};
@@ -267,6 +268,40 @@ async fn records_that_the_commit_did_not_fix_are_passed_over() {
     }
 }
 
+/// Has other bytes than its files, and hashes that fit them.
+struct Forger;
+
+impl Change for Forger {
+    fn answer(&self, number: u8, frame: Bytes) -> Bytes {
+        let answer = (number == Read::NUMBER).then(|| parse_answer::<ReadAnswer>(&frame));
+        let Some(Ok(Ok(mut answer))) = answer else { return frame };
+        let forged = vec![7; answer.len_bytes as usize];
+        answer.hashes = vec![grain_hash(answer.len_bytes, 0, &forged).unwrap()];
+        answer_to_bytes(&Ok(answer)).unwrap().into()
+    }
+
+    fn bulk(&self, number: u8, bytes: Bytes) -> Bytes {
+        if number == Read::NUMBER { vec![7; bytes.len()].into() } else { bytes }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_gives_other_bytes_with_hashes_that_fit_them_is_left_out() {
+    for is_archived in [false, true] {
+        let (mut world, _) = with_step().await;
+        if is_archived {
+            archived(&world).await;
+        }
+        // Two of four: with any of them among the first two pieces, and never both holders of a block.
+        let _forgers = [world.between(1, Forger).await, world.between(2, Forger).await];
+        world.until_live(4).await;
+        let (out, report) = restore(&world.client(), 1).await.unwrap();
+        assert!(read_file(&*out, "weights") == content(LEN, 1));
+        let is_named = |text: &String| text.contains("hashes are not those of the record");
+        assert!(report.incidents.iter().any(is_named), "{is_archived}: {:?}", report.incidents);
+    }
+}
+
 /// Without receipts nothing says what a piece's bytes are; what is decoded from them is still judged.
 #[tokio::test(start_paused = true)]
 async fn decoded_bytes_are_what_was_saved_or_none() {
@@ -279,13 +314,12 @@ async fn decoded_bytes_are_what_was_saved_or_none() {
             store.remove_small(Scope::Stripe(stripe), &format!("receipt-{attempt}")).unwrap();
             let name = FileName::Piece { piece, attempt };
             let key = rapidraid::format::file::FileKey { stripe, name };
-            if !store.remove(key).unwrap() {
-                continue;
-            }
-            let (layout, len_bytes) = (LAYOUT_STANDARD, BLOCK);
+            let Ok(file) = store.open_file(key) else { continue };
+            let (layout, len_bytes) = (LAYOUT_STANDARD, file.info().len_bytes);
+            store.remove(key).unwrap();
             let spec = PieceSpec { stripe, piece, attempt, code, layout, len_bytes };
             let mut writer = store.write_piece(spec).unwrap();
-            writer.write_grain(0, &content(BLOCK as usize, 9)).unwrap();
+            writer.write_grain(0, &content(len_bytes as usize, 9)).unwrap();
             writer.finish(&mut |_, _| ()).unwrap();
         }
         match restore(&world.client(), 1).await {

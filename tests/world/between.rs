@@ -20,6 +20,12 @@ pub trait Change: Send + Sync + 'static {
         frame
     }
 
+    /// Bytes behind that frame.
+    fn bulk(&self, number: u8, bytes: Bytes) -> Bytes {
+        let _ = number;
+        bytes
+    }
+
     /// Bytes of a hop's stream towards the node, behind its header.
     fn stream(&self, bytes: Bytes) -> Bytes {
         bytes
@@ -94,7 +100,7 @@ async fn call(asker: Both, asked: Both, change: Arc<impl Change>) -> Result<(), 
         if let Some(frame) = answer.read_frame(MAX_FRAME_BYTES).await? {
             write_frame(&mut *to_asker, MAX_FRAME_BYTES, change.answer(number, frame)).await?;
         }
-        raw(answer, to_asker, |bytes| bytes).await
+        raw(answer, to_asker, |bytes| change.bulk(number, bytes)).await
     };
     tokio::try_join!(there, back)?;
     Ok(())

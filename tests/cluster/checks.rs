@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
-use rapidraid::format::file::FileName;
+use rapidraid::format::file::{FileKey, FileName};
 use rapidraid::format::records::{
     CommitMark, Home, LAYOUT_STANDARD, Leaves, Receipt, Record, RemoveReason, ShardRoot,
     StripeRecord, StripeState, Tombstone,
@@ -15,7 +15,7 @@ use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
 use rapidraid::store::{BlockSpec, Disk, PieceSpec, Scope};
 use rapidraid::wire::calls::{
-    ArchiveEvent, Drop, PlanChoice, PutMark, PutReceipt, PutTombstone, Read, ReadAnswer, Run,
+    ArchiveEvent, Drop, Fetch, PlanChoice, PutMark, PutReceipt, PutTombstone, Read, ReadAnswer, Run,
 };
 use rapidraid::wire::order::RunReport;
 use rapidraid::wire::{Call, answer_to_bytes, parse_answer};
@@ -288,18 +288,58 @@ impl Change for Forger {
 #[tokio::test(start_paused = true)]
 async fn a_node_that_gives_other_bytes_with_hashes_that_fit_them_is_left_out() {
     for is_archived in [false, true] {
-        let (mut world, _) = with_step().await;
-        if is_archived {
-            archived(&world).await;
+        let mut named = 0;
+        for forger in 1..=4 {
+            let (mut world, _) = with_step().await;
+            if is_archived {
+                archived(&world).await;
+            }
+            let _forger = world.between(forger, Forger).await;
+            world.until_live(4).await;
+            let (out, report) = restore(&world.client(), 1).await.unwrap();
+            assert!(read_file(&*out, "weights") == content(LEN, 1));
+            let is_named = |text: &String| text.contains("hashes are not those of the record");
+            assert!(report.incidents.iter().all(is_named), "{:?}", report.incidents);
+            named += report.incidents.len();
         }
-        // Two of four: with any of them among the first two pieces, and never both holders of a block.
-        let _forgers = [world.between(1, Forger).await, world.between(2, Forger).await];
-        world.until_live(4).await;
-        let (out, report) = restore(&world.client(), 1).await.unwrap();
-        assert!(read_file(&*out, "weights") == content(LEN, 1));
-        let is_named = |text: &String| text.contains("hashes are not those of the record");
-        assert!(report.incidents.iter().any(is_named), "{is_archived}: {:?}", report.incidents);
+        // One of two holders of each of two blocks is asked first, and two of four pieces are.
+        assert_eq!(named, 2, "archived: {is_archived}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
+    let (mut world, root) = with_step().await;
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    let holders = of_names(&world, "/block-00.rep");
+    let [(here, path), (source, _)] = &holders[..] else { panic!("{holders:?}") };
+    let key = FileKey::replica(stripe, 0);
+    let (len_bytes, expected) = {
+        let info = world.nodes[source].store().open_file(key).unwrap().info();
+        (info.len_bytes, info.root)
+    };
+    world.machines[*here].disk.remove(path).unwrap();
+    let call = Fetch {
+        stripe,
+        block: 0,
+        len_bytes,
+        root: expected,
+        generation: Generation { epoch: Epoch(1), counter: 1000 },
+        coordinator: NodeId(1),
+        from: world.node_address(*source),
+    };
+    let forger = world.between(*source, Forger).await;
+    world.until_live(4).await;
+    let (boss, to) = (world.voice(Role::Node, "boss"), world.node_address(*here));
+    let refused = boss.ask(&to, &call).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Corrupt, "{refused}");
+    assert_eq!(of_names(&world, "/block-00.rep"), holders[1..]);
+    drop(forger);
+    world.doors.clear();
+    world.kill(*source).await;
+    world.boot(*source);
+    boss.ask(&to, &call).await.unwrap();
+    assert_eq!(of_names(&world, "/block-00.rep"), holders);
 }
 
 /// Without receipts nothing says what a piece's bytes are; what is decoded from them is still judged.
@@ -313,7 +353,7 @@ async fn decoded_bytes_are_what_was_saved_or_none() {
             let store = world.nodes[&index].store();
             store.remove_small(Scope::Stripe(stripe), &format!("receipt-{attempt}")).unwrap();
             let name = FileName::Piece { piece, attempt };
-            let key = rapidraid::format::file::FileKey { stripe, name };
+            let key = FileKey { stripe, name };
             let Ok(file) = store.open_file(key) else { continue };
             let (layout, len_bytes) = (LAYOUT_STANDARD, file.info().len_bytes);
             store.remove(key).unwrap();

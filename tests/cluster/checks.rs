@@ -57,8 +57,10 @@ async fn archived(world: &World) -> (Attempt, Generation, u64) {
     (attempt, generation, code.0)
 }
 
-/// Says of its piece what `lie` makes of it.
-struct Liar(fn(&mut RunReport));
+type Lie = fn(&mut RunReport);
+
+/// Says of its piece what a lie makes of it.
+struct Liar(Lie);
 
 impl Change for Liar {
     fn answer(&self, number: u8, frame: Bytes) -> Bytes {
@@ -71,7 +73,7 @@ impl Change for Liar {
 
 #[tokio::test(start_paused = true)]
 async fn a_node_whose_proof_does_not_fit_is_named_and_nothing_is_dropped() {
-    let lies: [(fn(&mut RunReport), &str); 4] = [
+    let lies: [(Lie, &str); 4] = [
         (|report| report.proofs[0].fingerprints[0] = Fingerprint::ZERO, "on node02"),
         (|report| report.proofs[0].fingerprints.truncate(0), "on node02"),
         (|report| report.proofs[0].fingerprints.push(Fingerprint::ZERO), "on node02"),

@@ -141,7 +141,7 @@ impl Draw {
     pub fn deed(&self, model: &State) -> Deed {
         let (stripe, generation) = (self.stripe(), self.generation(model.epoch));
         let (shard, save) = (stripe.shard, stripe.shard.save());
-        match self.below(24) {
+        match self.below(30) {
             0..6 => {
                 let bytes = content(1000, self.below(5) / 4);
                 let call = PutBlock {
@@ -154,11 +154,11 @@ impl Draw {
                 };
                 Deed::Block(call, bytes, self.one_in(10))
             }
-            6..9 if !model.is_buried(save) => {
+            6..11 if !model.is_buried(save) => {
                 let (piece, attempt) = (self.below(2) as u8, self.attempt());
                 Deed::Piece(stripe, piece, attempt, piece_bytes(piece, attempt))
             }
-            6..11 => {
+            6..14 => {
                 let record = match self.below(9) {
                     0..4 => RecordName::Leaves,
                     4..8 => RecordName::Stripe { index: stripe.index },
@@ -173,11 +173,11 @@ impl Draw {
                 };
                 Deed::Record(PutRecord { shard, record, generation, bytes })
             }
-            11..13 => {
+            14..16 => {
                 let (coordinator, bytes) = (self.coordinator(), self.stripe_record(stripe));
                 Deed::Places(PutPlaces { stripe, generation, coordinator, bytes })
             }
-            13 => {
+            16 => {
                 let saved = Saved {
                     save,
                     generation,
@@ -190,8 +190,8 @@ impl Draw {
                 let bytes = mark.to_bytes().unwrap();
                 Deed::Mark(PutMark { bytes, epoch: generation.epoch })
             }
-            14..18 => {
-                let known = model.archived.get(&stripe).filter(|_| self.below(4) > 0);
+            17..23 => {
+                let known = model.archived.get(&stripe).filter(|_| self.below(3) > 0);
                 let attempt = known.map_or_else(|| self.attempt(), |(attempt, _)| *attempt);
                 let piece = |piece| {
                     let is_here = model.held.contains_key(&piece_path(stripe, piece, attempt));
@@ -213,7 +213,7 @@ impl Draw {
                 let (bytes, coordinator) = (receipt.to_bytes().unwrap(), self.coordinator());
                 Deed::Receipt(PutReceipt { bytes, owner: generation, coordinator })
             }
-            18 => {
+            23 => {
                 let reason = match self.below(3) {
                     0 => RemoveReason::Deleted,
                     _ => RemoveReason::Aborted,
@@ -221,8 +221,9 @@ impl Draw {
                 let tombstone = Tombstone { cluster: self.cluster(), save, generation, reason };
                 Deed::Tombstone(PutTombstone { bytes: tombstone.to_bytes().unwrap() })
             }
-            19 => Deed::Sweep(Sweep { save }),
-            20..23 => {
+            24 => Deed::Sweep(Sweep { save }),
+            25..29 => {
+                // Mostly the stripe that is archived.
                 let stripe = StripeId { index: stripe.index * self.below(2) as u32, ..stripe };
                 let known = model.archived.get(&stripe).copied();
                 let (attempt, generation) =

@@ -16,7 +16,7 @@ use node::Subject;
 use world::runs::{number, play, play_all};
 
 /// Seeds in the suite.
-const SEEDS: u64 = 40;
+const SEEDS: u64 = 30;
 /// Deeds of one run.
 const DEEDS: usize = 60;
 

@@ -18,7 +18,7 @@ use rapidraid::wire::calls::{
     ArchiveEvent, Drop, Fetch, PlanChoice, PutMark, PutReceipt, PutTombstone, Read, ReadAnswer, Run,
 };
 use rapidraid::wire::order::RunReport;
-use rapidraid::wire::{Call, answer_to_bytes, parse_answer};
+use rapidraid::wire::{Call, Failure, answer_to_bytes, parse_answer};
 
 use crate::world::between::Change;
 use crate::world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
@@ -96,6 +96,34 @@ async fn a_node_whose_proof_does_not_fit_is_named_and_nothing_is_dropped() {
         assert!(matches!(state, Some(StripeState::Archiving { .. })), "{state:?}");
         assert_exact(&world).await;
     }
+}
+
+/// Does as it is told and says that it could not.
+struct NoReceipts;
+
+impl Change for NoReceipts {
+    fn answer(&self, number: u8, frame: Bytes) -> Bytes {
+        if number != PutReceipt::NUMBER {
+            return frame;
+        }
+        let failure = Failure { kind: Kind::Io, message: "no receipt is kept here".into() };
+        answer_to_bytes::<()>(&Err(failure)).unwrap().into()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stripe_is_archived_only_when_all_its_nodes_have_the_receipt() {
+    let (mut world, _) = with_step().await;
+    let before = of_names(&world, ".rep");
+    let _between = world.between(2, NoReceipts).await;
+    world.until_live(4).await;
+    let (client, chain) = (world.client(), options(PlanChoice::Chain));
+    let ended = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await;
+    let error = ended.unwrap_err();
+    assert!(error.to_string().contains("no receipt is kept here"), "{error}");
+    assert_eq!(of_names(&world, ".rep"), before);
+    let state = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
+    assert!(matches!(state, Some(StripeState::Archiving { .. })), "{state:?}");
 }
 
 /// Turns one bit of one hop's stream.

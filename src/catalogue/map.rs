@@ -187,7 +187,7 @@ mod tests {
         for batches in 0..4 {
             let map = MemoryKv::new();
             let kv: Arc<dyn Kv> = Arc::new(Failing { map, left: batches.into() });
-            let mut writer = MapWriter::new(kv.clone());
+            let mut writer = MapWriter::new(kv.clone(), Epoch(4));
             let mut put = |number| writer.put(&format!("c/{number:04}"), &[7]);
             let written = (0..BATCH_ENTRIES + 10).try_for_each(&mut put);
             let finished = written.and_then(|()| writer.finish(Epoch(4), MapId([3; 16])).map(drop));

@@ -8,6 +8,8 @@ mod world;
 mod admission;
 #[path = "cluster/away.rs"]
 mod away;
+#[path = "cluster/checks.rs"]
+mod checks;
 #[path = "cluster/members.rs"]
 mod members;
 #[path = "cluster/moves.rs"]

@@ -239,3 +239,85 @@ fn judge_stripe(
     let state = StripeState::Archived { attempt, code, generation, dropped: false };
     (state, stripe.readable(attempt, code, empty) >= usize::from(root.k))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::records::{FIELD_GF8, LAYOUT_STANDARD, RingNode, stripes_root};
+    use crate::id::{Epoch, ShardId};
+
+    const CLUSTER: ClusterId = ClusterId([1; 16]);
+    const SAVE: SaveId = SaveId([7; 12]);
+    const GENERATION: Generation = Generation { epoch: Epoch(2), counter: 0 };
+
+    /// A committed save of one empty shard, as one of its nodes holds it.
+    fn marked() -> ShardHolding {
+        let shard = ShardId::new(SAVE, 0);
+        let member = |node| RingNode { node: NodeId(node), domain: 0 };
+        let root = ShardRoot {
+            job: "job".parse().unwrap(),
+            step: Step(1),
+            save: SAVE,
+            index: 0,
+            shards: 1,
+            shard,
+            name: "weights".parse().unwrap(),
+            len_bytes: 0,
+            block_bytes: 65_536,
+            n: 4,
+            k: 2,
+            layout: LAYOUT_STANDARD,
+            field: FIELD_GF8,
+            fingerprint_key: [3; 32],
+            ring: (1..=4).map(member).collect(),
+            stripes_root: stripes_root(&[]),
+        };
+        let saved = Saved {
+            save: SAVE,
+            generation: Generation { epoch: Epoch(1), counter: 1 },
+            shards: 1,
+            len_bytes: 0,
+            roots_hash: roots_hash([&root].into_iter()).unwrap(),
+            saved_at: 0,
+        };
+        let mark = CommitMark { cluster: CLUSTER, saved, root: root.clone() };
+        let mark = Some(mark.to_bytes().unwrap());
+        ShardHolding { shard, mark, root: Some(root), tombstone: None, stripes: vec![] }
+    }
+
+    fn tombstone(cluster: ClusterId, save: SaveId) -> ShardHolding {
+        let (generation, reason) = (GENERATION, RemoveReason::Retired);
+        let tombstone = Tombstone { cluster, save, generation, reason };
+        let tombstone = Some(tombstone.to_bytes().unwrap());
+        let shard = ShardId::new(SAVE, u32::MAX);
+        ShardHolding { shard, mark: None, root: None, tombstone, stripes: vec![] }
+    }
+
+    fn judged(held: &[ShardHolding], is_buried: bool) -> Verdict {
+        let mut evidence = SaveEvidence::default();
+        for (node, held) in (1..).zip(held) {
+            evidence.add(CLUSTER, NodeId(node), held);
+        }
+        if is_buried {
+            evidence.bury();
+        }
+        evidence.judge(SAVE, GENERATION)
+    }
+
+    #[test]
+    fn one_tombstone_or_grave_outweighs_every_mark() {
+        let orphan =
+            |reason| Verdict::Orphan(Removing { save: SAVE, generation: GENERATION, reason });
+        let marks = vec![marked(); 3];
+        let with = |other: ShardHolding| [marks.clone(), vec![other]].concat();
+        assert!(matches!(judged(&marks, false), Verdict::Committed(_)));
+        assert_eq!(judged(&with(tombstone(CLUSTER, SAVE)), false), orphan(RemoveReason::Retired));
+        assert_eq!(judged(&marks, true), orphan(RemoveReason::Deleted));
+        // Of another cluster, or another save: no evidence.
+        for other in [tombstone(ClusterId([2; 16]), SAVE), tombstone(CLUSTER, SaveId([8; 12]))] {
+            assert!(matches!(judged(&with(other), false), Verdict::Committed(_)));
+        }
+        let unmarked = ShardHolding { mark: None, ..marked() };
+        assert_eq!(judged(&[unmarked], false), orphan(RemoveReason::Aborted));
+    }
+}

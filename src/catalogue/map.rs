@@ -152,7 +152,51 @@ mod tests {
     use crate::entropy::SeededEntropy;
     use crate::kind::Kind;
     use crate::store::MemoryKv;
+    use crate::store::kv::{KvError, Pair};
     use crate::workers::Workers;
+
+    /// A map whose batches fail once so many were made.
+    struct Failing {
+        map: MemoryKv,
+        left: std::sync::atomic::AtomicU32,
+    }
+
+    impl Kv for Failing {
+        fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
+            self.map.get(key)
+        }
+
+        fn apply(&self, batch: &Batch) -> Result<(), KvError> {
+            use std::sync::atomic::Ordering::SeqCst;
+            let left = self.left.try_update(SeqCst, SeqCst, |left| left.checked_sub(1));
+            left.map_err(|_| KvError::Failed { path: "the map".into() })?;
+            self.map.apply(batch)
+        }
+
+        fn scan(
+            &self,
+            prefix: &[u8],
+            after: Option<&[u8]>,
+            limit: usize,
+        ) -> Result<Vec<Pair>, KvError> {
+            self.map.scan(prefix, after, limit)
+        }
+    }
+
+    #[test]
+    fn whichever_batch_fails_a_map_that_is_not_finished_has_no_epoch() {
+        for batches in 0..4 {
+            let map = MemoryKv::new();
+            let kv: Arc<dyn Kv> = Arc::new(Failing { map, left: batches.into() });
+            let mut writer = MapWriter::new(kv.clone(), Epoch(4));
+            let mut put = |number| writer.put(&format!("c/{number:04}"), &[7]);
+            let written = (0..BATCH_ENTRIES + 10).try_for_each(&mut put);
+            let finished = written.and_then(|()| writer.finish(Epoch(4), MapId([3; 16])).map(drop));
+            // Two batches of entries, then the epoch.
+            assert_eq!(finished.is_ok(), batches == 3, "{batches}");
+            assert_eq!(tenure(&*kv).unwrap().is_some(), batches == 3, "{batches}");
+        }
+    }
 
     #[tokio::test]
     async fn a_written_map_is_a_catalogue_and_only_when_it_is_finished() {

@@ -286,7 +286,7 @@ impl Node {
             Drop::NUMBER => reply!(Drop => |call| self.drop_replicas(call)),
             Fetch::NUMBER => reply!(Fetch => |call| self.fetch(call)),
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
-            Sweep::NUMBER => reply!(Sweep => |call| self.sweep(call)),
+            Sweep::NUMBER => reply!(Sweep => |call| self.sweep_save(call.save)),
             Rebuild::NUMBER => reply!(Rebuild => |call| self.rebuild(call)),
             MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_here()),
             HoldStill::NUMBER => reply!(HoldStill => |_| self.hold_still()),

@@ -165,7 +165,16 @@ impl Node {
         if self.on_store(move |store| store.every_file(stripe)).await?.is_empty() {
             return Ok(DropAnswer { files: 0, bytes: 0 });
         }
-        let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
+        let catalogue = self.catalogue();
+        let state = read::<ShardState>(&*catalogue, &state_key(stripe.shard)).await?;
+        let (asked, seen) = (catalogue.epoch(), self.store.epoch());
+        if asked < seen {
+            let text = format!(
+                "the catalogue that node {} asks is of epoch {asked}, and epoch {seen} has begun: order the drop again",
+                self.settings.name
+            );
+            return Err(failure(Kind::Fenced, text));
+        }
         let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
         let code = match archived {
             Some(StripeState::Archived { attempt, generation, code, .. })

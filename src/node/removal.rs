@@ -171,16 +171,7 @@ impl Node {
         Ok(())
     }
 
-    /// Removes a tombstoned save's files; answers with their bytes.
-    pub(super) async fn sweep(&self, call: Sweep) -> Result<u64, Failure> {
-        if !self.is_tombstoned(call.save).await? {
-            let text = format!("no tombstone of save {} is here: nothing is removed", call.save);
-            return Err(failure(Kind::Denied, text));
-        }
-        self.sweep_save(call.save).await
-    }
-
-    /// The sweep itself; the caller has seen the tombstone. One at a time per save: a long one is waited for by asking again.
+    /// Removes a tombstoned save's files; answers with their bytes. One at a time per save: a long one is waited for by asking again.
     pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
         let mut waits = 0;
         let mark = loop {
@@ -268,7 +259,8 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     // The tombstone, or the grave that it left, must be durable here: it is the evidence.
     let has_tombstone = store.get_small(save_scope(save), TOMBSTONE)?.is_some();
     if !has_tombstone && !store.is_entombed(save)? {
-        return Err(failure(Kind::Denied, format!("no tombstone of save {save} is here")));
+        let text = format!("no tombstone of save {save} is here: nothing is removed");
+        return Err(failure(Kind::Denied, text));
     }
     about_to(Stage::Sweep, save);
     let mut bytes = 0;

@@ -410,6 +410,13 @@ async fn evidence_of_another_cluster_is_none() {
     let mark = CommitMark { cluster: other, saved, root: root.clone() };
     let bytes = mark.to_bytes().unwrap();
     assert_eq!(kind_of(node.ask(&to, &PutMark { bytes, epoch: Epoch(1) }).await), Kind::Denied);
+    let (attempt, code) = (Attempt([9; 16]), table::find(4, 2).unwrap().id());
+    let (stripe, owner) = (StripeId { shard: root.shard, index: 0 }, GENERATION);
+    let receipt =
+        Receipt { cluster: other, stripe, attempt, generation: owner, code, pieces: vec![] };
+    let (bytes, coordinator) = (receipt.to_bytes().unwrap(), NodeId(1));
+    let call = PutReceipt { bytes, owner, coordinator };
+    assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Denied);
     // Drops without the catalogue's word.
     let stripe = StripeId { shard: root.shard, index: 0 };
     let call = Drop { stripe, attempt: Attempt([1; 16]), generation: GENERATION };

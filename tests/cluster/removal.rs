@@ -1,13 +1,23 @@
 //! Removing steps: invisible at once, swept everywhere, also where a node was away.
 
 use bytes::Bytes;
-use rapidraid::format::records::{LAYOUT_STANDARD, Node, Record, RemoveReason, Tombstone};
-use rapidraid::id::{Epoch, Generation, NodeId, PeerName, SaveId, ShardId, Step, StripeId};
+use rapidraid::format::geometry::StripeCut;
+use rapidraid::format::records::{
+    CommitMark, LAYOUT_STANDARD, Leaves, Node, Receipt, Record, RemoveReason, Saved, StripeFixed,
+    StripeRecord, Tombstone,
+};
+use rapidraid::id::{
+    Attempt, Epoch, Generation, NodeId, PeerName, SaveId, ShardId, Step, StripeId,
+};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
 use rapidraid::store::BlockSpec;
 use rapidraid::wire::NodeAddress;
-use rapidraid::wire::calls::{Commit, Fetch, PlanChoice, PutTombstone, Register, Seal, Sweep};
+use rapidraid::wire::calls::{
+    Commit, Fetch, PlanChoice, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
+    Register, Seal, Sweep,
+};
+use rapidraid::workers::Workers;
 
 use crate::world::raw::{Voice, block_call, empty_root, finish_block, trailer};
 use crate::world::{
@@ -182,6 +192,94 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
         assert_eq!(error.kind(), Kind::Fenced, "{error}");
     }
     world.assert_idle().await;
+}
+
+/// Each small record, and a replica that is made again, is begun before the tombstone and written after the grave.
+#[tokio::test(start_paused = true)]
+async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
+    let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
+    // One thread stands at its disk while another one buries.
+    world.kill(2).await;
+    world.node_workers = Workers::new(4);
+    world.boot(2);
+    world.until_live(4).await;
+    let (voice, node) = (world.voice(Role::Client, "slow"), world.voice(Role::Node, "boss"));
+    let holder = world.node_address(2);
+    for kind in 0..5 {
+        let begun = voice.begin(&holder, 1 + kind).await.unwrap();
+        let (save, generation) = (begun.save, begun.generation);
+        let root = empty_root(&begun, 1 + kind, "weights");
+        let (shard, stripe) = (root.shard, StripeId { shard: root.shard, index: 0 });
+        let coordinator = NodeId(1);
+        let record = |bytes| PutPlaces { stripe, generation, coordinator, bytes };
+        // The fence comes first, and is written once.
+        node.ask(&holder, &record(Vec::new())).await.unwrap_err();
+        let (begin, begins) = std::sync::mpsc::channel();
+        let (go_on, goes_on) = std::sync::mpsc::channel::<()>();
+        // A replica first sees that the index has none.
+        world.machines[2].power.cut_after(u64::from(kind == 3), move || {
+            begin.send(()).unwrap();
+            let _ = goes_on.recv();
+        });
+        let asking = async {
+            match kind {
+                0 => {
+                    let bytes = Leaves { root, hashes: vec![] }.to_bytes().unwrap();
+                    let call = PutRecord { shard, record: RecordName::Leaves, generation, bytes };
+                    voice.ask(&holder, &call).await
+                }
+                1 => {
+                    let roots_hash = [0; 32];
+                    let (shards, len_bytes, saved_at) = (1, 0, 0);
+                    let saved = Saved { save, generation, shards, len_bytes, roots_hash, saved_at };
+                    let mark = CommitMark { cluster: CLUSTER, saved, root };
+                    let (bytes, epoch) = (mark.to_bytes().unwrap(), generation.epoch);
+                    node.ask(&holder, &PutMark { bytes, epoch }).await
+                }
+                2 => {
+                    let (cluster, attempt, pieces) = (CLUSTER, Attempt([1; 16]), vec![]);
+                    let code = rapidraid::code::table::find(4, 2).unwrap().id();
+                    let receipt = Receipt { cluster, stripe, attempt, generation, code, pieces };
+                    let (bytes, owner) = (receipt.to_bytes().unwrap(), generation);
+                    node.ask(&holder, &PutReceipt { bytes, owner, coordinator }).await
+                }
+                3 => {
+                    let (from, len_bytes) = (world.node_address(3), 300_000);
+                    let bytes = content(300_000, 1);
+                    let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes };
+                    let mut writer = world.nodes[&3].store().write_block(spec, None).unwrap();
+                    writer.write(&bytes).unwrap();
+                    writer.finish(None).unwrap();
+                    let (block, root) = (0, trailer(&bytes).root);
+                    let call =
+                        Fetch { stripe, block, len_bytes, root, generation, coordinator, from };
+                    node.ask(&holder, &call).await
+                }
+                _ => {
+                    let cut = StripeCut { offset_bytes: 0, len_bytes: 0, block_bytes: 1, k: 2 };
+                    let fixed = StripeFixed { stripe, cut, blocks: vec![] };
+                    let bytes = StripeRecord::new(&fixed, vec![]).unwrap().to_bytes().unwrap();
+                    node.ask(&holder, &record(bytes)).await
+                }
+            }
+        };
+        let burying = async {
+            let mut turns = 0;
+            while begins.try_recv().is_err() {
+                turns += 1;
+                assert!(turns < 10_000_000, "record {kind} is not begun");
+                tokio::task::yield_now().await;
+            }
+            bury(&node, &holder, &stripe, generation).await;
+            go_on.send(()).unwrap();
+        };
+        let (answer, ()) = tokio::join!(asking, burying);
+        let error = answer.unwrap_err();
+        assert_eq!(error.kind(), Kind::Fenced, "record {kind}: {error}");
+        let left: Vec<_> = world.files_of(save).into_iter().filter(|(at, _)| *at == 2).collect();
+        assert_eq!(left, [], "record {kind}");
+        assert!(world.nodes[&2].store().is_entombed(save).unwrap());
+    }
 }
 
 /// Tombstone and sweep, as the catalogue's host orders them.

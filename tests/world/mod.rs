@@ -3,6 +3,7 @@
 //! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod between;
 pub mod ledger;
 pub mod look;
 pub mod power;
@@ -119,8 +120,12 @@ pub struct World {
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
     pub policy: Policy,
-    /// The clients' workers. Those of the nodes run inline: with a paused clock, time would jump while a job's result is on its way between threads.
+    /// The clients' workers.
     pub workers: Workers,
+    /// The daemons'. Inline: with a paused clock, time would jump while a job's result is on its way between threads.
+    pub node_workers: Workers,
+    /// Where daemons listen that have somebody at the address that they tell.
+    pub doors: BTreeMap<usize, String>,
     /// Of all that is random.
     pub seed: u64,
     /// What clients and nodes ask.
@@ -186,6 +191,8 @@ impl World {
             lease: DEFAULT_LEASE,
             policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             workers: Workers::new(4),
+            node_workers: Workers::inline(),
+            doors: BTreeMap::new(),
             seed: 0,
             requests: Requests::default(),
             lag_ms: Arc::default(),
@@ -239,20 +246,24 @@ impl World {
         let parts = NodeParts {
             store,
             maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power }),
-            transport: self.spied(peer, &address(index)),
+            transport: self.spied(peer, &self.door(index)),
             clock: WorldClock::start(),
             // No boot repeats the numbers of another.
             entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
-            workers: Workers::inline(),
+            workers: self.node_workers.clone(),
             segmentation_offload: false,
         };
         self.nodes.insert(index, Node::start(settings, parts)?);
         Ok(())
     }
 
+    fn door(&self, index: usize) -> String {
+        self.doors.get(&index).cloned().unwrap_or_else(|| address(index))
+    }
+
     /// Kills the process of machine `index`: connections break, nothing is said.
     pub async fn kill(&mut self, index: usize) {
-        self.network.kill(&address(index));
+        self.network.kill(&self.door(index));
         if let Some(node) = self.nodes.remove(&index) {
             node.stop().await;
         }

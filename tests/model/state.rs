@@ -1,0 +1,322 @@
+//! What one node holds and what each call makes of it: the rules of docs/semantics.md as a pure state machine.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use rapidraid::format::file::{FileKey, FileName};
+use rapidraid::format::records::{
+    CommitMark, Fence, Leaves, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, StripeFixed,
+    StripeRecord, Tombstone,
+};
+use rapidraid::id::{Attempt, Epoch, Generation, MapId, NodeId, SaveId, ShardId, StripeId};
+use rapidraid::kind::Kind;
+use rapidraid::wire::calls::{
+    Claim, Drop, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
+    Sweep,
+};
+
+use crate::world::CLUSTER;
+use crate::world::raw::trailer;
+
+/// One call, or what a run of a plan leaves.
+#[derive(Debug, Clone)]
+pub enum Deed {
+    /// The last: whether the sender's word on it is another.
+    Block(PutBlock, Bytes, bool),
+    Piece(StripeId, u8, Attempt, Bytes),
+    Record(PutRecord),
+    Places(PutPlaces),
+    Mark(PutMark),
+    Receipt(PutReceipt),
+    Tombstone(PutTombstone),
+    Sweep(Sweep),
+    Drop(Drop),
+    Claim(Claim),
+}
+
+/// Done, or refused; of some refusals the kind does not follow from the rules.
+pub type Answer = Result<(), Option<Kind>>;
+
+fn refused(kind: Kind) -> Answer {
+    Err(Some(kind))
+}
+
+/// What lies in the data folder, by path: records with their bytes, files with their root.
+pub type Held = BTreeMap<String, Vec<u8>>;
+
+/// One node.
+#[derive(Debug, Clone)]
+pub struct State {
+    pub me: NodeId,
+    pub held: Held,
+    pub epoch: Epoch,
+    pub map: Option<MapId>,
+    /// The catalogue of epoch 1: the stripes that it has as archived, and by what.
+    pub archived: BTreeMap<StripeId, (Attempt, Generation)>,
+}
+
+pub fn of_shard(shard: ShardId, name: &str) -> String {
+    format!("shards/{shard}/{name}")
+}
+
+pub fn of_stripe(stripe: StripeId, name: &str) -> String {
+    format!("shards/{}/{:08x}/{name}", stripe.shard, stripe.index)
+}
+
+pub fn file(stripe: StripeId, name: FileName) -> String {
+    format!("shards/{}", FileKey { stripe, name })
+}
+
+pub fn tombstone(save: SaveId) -> String {
+    of_shard(ShardId::new(save, u32::MAX), "tombstone")
+}
+
+pub fn grave(save: SaveId) -> String {
+    format!("grave of {save}")
+}
+
+pub fn receipt(stripe: StripeId, attempt: Attempt) -> String {
+    of_stripe(stripe, &format!("receipt-{attempt}"))
+}
+
+/// Where a record lies.
+pub fn record(shard: ShardId, record: RecordName) -> String {
+    match record {
+        RecordName::Leaves => of_shard(shard, "leaves"),
+        RecordName::Mark => of_shard(shard, "commit"),
+        RecordName::Stripe { index } => of_stripe(StripeId { shard, index }, "record"),
+        RecordName::Receipt { index, attempt } => receipt(StripeId { shard, index }, attempt),
+    }
+}
+
+/// The stripe that a stripe's record is of.
+fn stripe_of(bytes: &[u8]) -> StripeId {
+    let record = StripeRecord::parse(bytes).unwrap();
+    postcard::from_bytes::<StripeFixed>(&record.fixed).unwrap().stripe
+}
+
+impl State {
+    fn has(&self, path: &str) -> bool {
+        self.held.contains_key(path)
+    }
+
+    pub fn is_buried(&self, save: SaveId) -> bool {
+        self.has(&tombstone(save)) || self.has(&grave(save))
+    }
+
+    pub fn has_mark(&self, save: SaveId) -> bool {
+        let start = format!("shards/{save}");
+        self.held.keys().any(|path| path.starts_with(&start) && path.ends_with("/commit"))
+    }
+
+    /// Files, not records, of a stripe.
+    pub fn files(&self, stripe: StripeId) -> Vec<String> {
+        let is_file = |path: &&String| path.ends_with(".rep") || path.ends_with(".pc");
+        let start = of_stripe(stripe, "");
+        self.held.keys().filter(|path| path.starts_with(&start)).filter(is_file).cloned().collect()
+    }
+
+    fn ours(&self, receipt: &Receipt) -> Vec<(String, ReceiptPiece)> {
+        let ours = receipt.pieces.iter().filter(|piece| piece.node == self.me);
+        let name = |piece: &ReceiptPiece| match piece.form {
+            PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
+            PieceForm::Replica { block } => FileName::Replica { block },
+        };
+        ours.map(|piece| (file(receipt.stripe, name(piece)), piece.clone())).collect()
+    }
+
+    fn has_pieces(&self, receipt: &Receipt) -> Answer {
+        for (path, piece) in self.ours(receipt) {
+            match self.held.get(&path) {
+                None => return refused(Kind::NotFound),
+                Some(root) if *root != piece.root => return refused(Kind::Corrupt),
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn raise(&mut self, epoch: Epoch) -> Answer {
+        if epoch < self.epoch {
+            return refused(Kind::Fenced);
+        }
+        if epoch > self.epoch {
+            (self.epoch, self.map) = (epoch, None);
+        }
+        Ok(())
+    }
+
+    fn admit(&mut self, save: SaveId, epoch: Epoch) -> Answer {
+        if self.is_buried(save) {
+            return refused(Kind::Fenced);
+        }
+        self.raise(epoch)
+    }
+
+    fn admit_write(&mut self, shard: ShardId, generation: Generation) -> Answer {
+        if generation.epoch > self.epoch {
+            // A client raises no epoch; whether somebody could say that it has not begun is another matter.
+            return Err(None);
+        }
+        self.admit(shard.save(), generation.epoch)?;
+        if self.has(&of_shard(shard, "commit")) { refused(Kind::Denied) } else { Ok(()) }
+    }
+
+    fn admit_order(&mut self, shard: ShardId, generation: Generation, holder: NodeId) -> Answer {
+        self.admit(shard.save(), generation.epoch)?;
+        let path = of_shard(shard, "fence");
+        let known = self.held.get(&path).map(|bytes| Fence::parse(bytes).unwrap().generation);
+        if known.is_some_and(|known| known > generation) {
+            return refused(Kind::Fenced);
+        }
+        if known != Some(generation) {
+            self.held.insert(path, Fence { generation, holder }.to_bytes().unwrap());
+        }
+        Ok(())
+    }
+
+    /// What the node answers; what it holds then is what is here.
+    pub fn take(&mut self, deed: &Deed) -> Answer {
+        match deed {
+            Deed::Block(call, bytes, lies) => {
+                self.admit_write(call.stripe.shard, call.generation)?;
+                let path = file(call.stripe, FileName::Replica { block: call.block });
+                let root = trailer(bytes).root.to_vec();
+                match self.held.get(&path) {
+                    _ if *lies => refused(Kind::Corrupt),
+                    Some(there) if *there != root => refused(Kind::Exists),
+                    _ => self.put(path, &root),
+                }
+            }
+            Deed::Piece(stripe, piece, attempt, bytes) => {
+                let name = FileName::Piece { piece: *piece, attempt: *attempt };
+                self.put(file(*stripe, name), &trailer(bytes).root)
+            }
+            Deed::Record(call) => {
+                self.admit_write(call.shard, call.generation)?;
+                let fixed = |bytes: &[u8]| match call.record {
+                    RecordName::Leaves => bytes.to_vec(),
+                    _ => StripeRecord::parse(bytes).unwrap().fixed,
+                };
+                let is_ours = match call.record {
+                    RecordName::Leaves => {
+                        Leaves::parse(&call.bytes).unwrap().root.shard == call.shard
+                    }
+                    RecordName::Stripe { index } => {
+                        stripe_of(&call.bytes) == StripeId { shard: call.shard, index }
+                    }
+                    _ => return refused(Kind::Denied),
+                };
+                let path = record(call.shard, call.record);
+                match self.held.get(&path) {
+                    _ if !is_ours => refused(Kind::Invalid),
+                    Some(there) if fixed(there) != fixed(&call.bytes) => refused(Kind::Exists),
+                    _ => self.put(path, &call.bytes),
+                }
+            }
+            Deed::Places(call) => {
+                self.admit_order(call.stripe.shard, call.generation, call.coordinator)?;
+                match stripe_of(&call.bytes) == call.stripe {
+                    true => self.put(of_stripe(call.stripe, "record"), &call.bytes),
+                    false => refused(Kind::Invalid),
+                }
+            }
+            Deed::Mark(call) => {
+                let mark = CommitMark::parse(&call.bytes).unwrap();
+                if mark.cluster != CLUSTER {
+                    return refused(Kind::Denied);
+                }
+                self.admit(mark.root.save, call.epoch)?;
+                self.put(of_shard(mark.root.shard, "commit"), &call.bytes)
+            }
+            Deed::Receipt(call) => {
+                let found = Receipt::parse(&call.bytes).unwrap();
+                if found.cluster != CLUSTER {
+                    return refused(Kind::Denied);
+                }
+                self.admit_order(found.stripe.shard, call.owner, call.coordinator)?;
+                self.has_pieces(&found)?;
+                self.put(receipt(found.stripe, found.attempt), &call.bytes)
+            }
+            Deed::Tombstone(call) => {
+                let Tombstone { cluster, save, generation, reason } =
+                    Tombstone::parse(&call.bytes).unwrap();
+                if cluster != CLUSTER {
+                    return refused(Kind::Denied);
+                }
+                self.raise(generation.epoch)?;
+                if self.has(&grave(save)) {
+                    return Ok(());
+                }
+                if reason == RemoveReason::Aborted && self.has_mark(save) {
+                    return refused(Kind::Denied);
+                }
+                self.put(tombstone(save), &call.bytes)
+            }
+            Deed::Sweep(Sweep { save }) => {
+                if !self.is_buried(*save) {
+                    return refused(Kind::Denied);
+                }
+                let start = format!("shards/{save}");
+                self.held.retain(|path, _| !path.starts_with(&start));
+                self.put(grave(*save), &[])
+            }
+            Deed::Drop(call) => self.drop_replicas(call),
+            Deed::Claim(call) => {
+                let is_other =
+                    self.epoch == call.epoch && self.map.is_some_and(|map| map != call.map);
+                if call.epoch < self.epoch || is_other {
+                    return refused(Kind::Fenced);
+                }
+                (self.epoch, self.map) = (call.epoch, Some(call.map));
+                Ok(())
+            }
+        }
+    }
+
+    fn put(&mut self, path: String, bytes: &[u8]) -> Answer {
+        self.held.insert(path, bytes.to_vec());
+        Ok(())
+    }
+
+    /// By the catalogue's word, and beside the proven piece and its receipt.
+    fn drop_replicas(&mut self, call: &Drop) -> Answer {
+        let files = self.files(call.stripe);
+        if files.is_empty() {
+            return Ok(());
+        }
+        if self.epoch > Epoch(1) {
+            // The catalogue is one of an epoch that is over, or nobody's.
+            return Err(None);
+        }
+        if self.archived.get(&call.stripe) != Some(&(call.attempt, call.generation)) {
+            return refused(Kind::Fenced);
+        }
+        let ours = receipt(call.stripe, call.attempt);
+        let Some(bytes) = self.held.get(&ours) else { return refused(Kind::NotFound) };
+        let found = Receipt::parse(bytes).unwrap();
+        if found.generation != call.generation {
+            return refused(Kind::Corrupt);
+        }
+        self.has_pieces(&found)?;
+        let kept: Vec<String> = self.ours(&found).into_iter().map(|(path, _)| path).collect();
+        let others = of_stripe(call.stripe, "receipt-");
+        self.held.retain(|path, _| !path.starts_with(&others) || *path == ours);
+        self.held.retain(|path, _| !files.contains(path) || kept.contains(path));
+        Ok(())
+    }
+
+    /// What holds whatever happened, also half way through a deed.
+    pub fn assert_sound(&self) {
+        for (path, bytes) in self.held.iter().filter(|(path, _)| path.contains("/receipt-")) {
+            let receipt = Receipt::parse(bytes).unwrap();
+            assert_eq!(self.has_pieces(&receipt), Ok(()), "{path} stands without its piece");
+        }
+        let graves = self.held.keys().filter_map(|path| path.strip_prefix("grave of "));
+        for save in graves {
+            let start = format!("shards/{save}");
+            let left = |path: &&String| path.starts_with(&start) && !path.ends_with("/tombstone");
+            assert_eq!(self.held.keys().find(left), None, "{save} has a grave");
+        }
+    }
+}

@@ -30,7 +30,7 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     let schedule = Schedule::of(seed);
     let world = World::simulated(schedule.nodes, &CODES, BLOCK, seed).await;
     if schedule.is_lost {
-        lost::until_acquainted(&world).await;
+        world.until_acquainted().await;
     }
     let (ledger, report) = (Shared::default(), Report::default());
     let mut director = Director::new(world, &schedule, report.clone());

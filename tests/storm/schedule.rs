@@ -15,6 +15,9 @@ const STEPS: u64 = 4;
 const STORM_MS: u64 = 90_000;
 /// The longest that one thing stays wrong.
 const MAX_WRONG_MS: u64 = 45_000;
+/// In seconds, by which dates jump.
+const HOUR: i64 = 3600;
+const YEAR: i64 = 365 * 24 * HOUR;
 
 /// What a client does.
 #[derive(Debug, Clone, Copy)]
@@ -53,6 +56,8 @@ pub enum Fault {
     CutOff { client: usize, machine: usize },
     /// A disk has no room.
     Full { machine: usize },
+    /// A machine's date jumps, and later half of the way back.
+    Jump { machine: usize, by_seconds: i64 },
     /// A bit of a block or piece turns; nothing puts it right.
     Rot { pick: u64 },
     /// The catalogue's home goes; whether its map is still there is told when it comes back.
@@ -139,7 +144,7 @@ impl Draw {
     fn fault(&self, nodes: u64, clients: u64) -> Fault {
         let machine = self.below(nodes + 1) as usize;
         let other = self.below(nodes + 1) as usize;
-        match self.below(14) {
+        match self.below(17) {
             0..3 => Fault::Stop { machine, leaves: self.leaves() },
             3..5 => Fault::Blackout { leaves: self.leaves() },
             5..9 => {
@@ -149,6 +154,11 @@ impl Draw {
             9..11 => Fault::Cut { machines: (machine, other) },
             11 => Fault::CutOff { client: self.below(clients) as usize, machine },
             12 => Fault::Full { machine },
+            13..16 => {
+                let by_seconds =
+                    self.of(&[HOUR, 24 * HOUR, 2 * YEAR, -HOUR, -24 * HOUR, -2 * YEAR]);
+                Fault::Jump { machine, by_seconds }
+            }
             _ => Fault::Rot { pick: self.below(1 << 32) },
         }
     }
@@ -163,7 +173,7 @@ impl Schedule {
             let count = 4 + draw.below(12 / clients);
             (0..count).map(|_| (draw.below(9000), draw.deed(client, clients))).collect()
         };
-        let wrongs = (0..draw.below(7)).map(|_| {
+        let wrongs = (0..draw.below(8)).map(|_| {
             let from_ms = draw.below(STORM_MS);
             let to_ms = from_ms + draw.below(MAX_WRONG_MS);
             Wrong { from_ms, to_ms, fault: draw.fault(nodes, clients) }

@@ -146,6 +146,9 @@ impl Director {
                 self.world.machines[machine].disk.set_capacity(0);
             }
             Fault::Rot { pick } => self.rot(pick),
+            Fault::Jump { machine, by_seconds } => {
+                self.world.machines[machine].time.jump(by_seconds);
+            }
             Fault::Lose { number, map } => self.lose(number, map).await,
             Fault::Rebuild { on } => self.call_rebuild(on),
         }
@@ -176,9 +179,17 @@ impl Director {
             }
             Fault::Full { machine } => {
                 self.world.machines[machine].disk.set_capacity(DISK_BYTES);
+                // A daemon whose map has failed has stopped.
+                if !self.world.machines[machine].power.is_on() && self.down[machine].is_none() {
+                    self.take_down(machine, Leaves::Cache).await;
+                    self.bring_back(machine).await;
+                }
                 self.tell(|weather| weather.wrong -= 1);
             }
             Fault::Lose { number, map } => self.find(number, map).await,
+            Fault::Jump { machine, by_seconds } => {
+                self.world.machines[machine].time.jump(-by_seconds / 2);
+            }
             Fault::Rot { .. } | Fault::Rebuild { .. } => {}
         }
     }

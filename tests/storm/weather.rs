@@ -8,6 +8,7 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::store::Disk;
 use tokio::time::Instant;
 
+use super::clients::Shared;
 use super::lost::Lost;
 use super::schedule::{Fault, Schedule, Wrong};
 use crate::world::power::Leaves;
@@ -15,6 +16,8 @@ use crate::world::{DISK_BYTES, World, address};
 
 /// After so long without a change all leases and time-outs of before are over.
 const CALM: Duration = Duration::from_secs(60);
+/// A connection that is cut in one direction is given up after this, as by QUIC.
+const IDLE: Duration = Duration::from_secs(4);
 /// So often it is looked who serves the catalogue, where it may be lost.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -69,16 +72,17 @@ pub struct Director {
     pub world: World,
     pub report: Report,
     pub lost: Lost,
+    ledger: Shared,
     rotten: usize,
     /// Whose process is gone, and what becomes of its disk when it comes back.
     down: Vec<Option<Leaves>>,
 }
 
 impl Director {
-    pub fn new(world: World, schedule: &Schedule, report: Report) -> Self {
+    pub fn new(world: World, schedule: &Schedule, report: Report, ledger: Shared) -> Self {
         let down = vec![None; world.machines.len()];
         report.lock().unwrap().moves = schedule.is_lost;
-        Self { world, report, lost: Lost::default(), rotten: schedule.rotten, down }
+        Self { world, report, lost: Lost::default(), ledger, rotten: schedule.rotten, down }
     }
 
     /// All faults in their time.
@@ -95,6 +99,10 @@ impl Director {
             match turn {
                 Turn::Begin(fault) => self.begin(fault).await,
                 Turn::End(fault) => self.end(fault).await,
+            }
+            // Before anybody has put anything right. A catalogue that moves is looked at when the storm is over.
+            if !self.report.lock().unwrap().moves {
+                self.world.assert_reported(&mut self.ledger.lock().unwrap());
             }
         }
     }
@@ -137,6 +145,16 @@ impl Director {
                 self.tell(|weather| weather.wrong += 1);
                 self.world.network.partition(&address(a), &address(b));
             }
+            Fault::CutOneWay { from, to } => {
+                self.tell(|weather| weather.wrong += 1);
+                let (from, to) = (address(from), address(to));
+                self.world.network.cut_one_way(&from, &to);
+                let network = self.world.network.clone();
+                tokio::spawn(async move {
+                    tokio::time::sleep(IDLE).await;
+                    network.break_one_way(&from, &to);
+                });
+            }
             Fault::CutOff { client, machine } => {
                 self.tell(|weather| weather.wrong += 1);
                 self.world.network.partition(&client_address(client), &address(machine));
@@ -169,7 +187,7 @@ impl Director {
                     self.bring_back(machine).await;
                 }
             }
-            Fault::Cut { machines: (a, b) } => {
+            Fault::Cut { machines: (a, b) } | Fault::CutOneWay { from: a, to: b } => {
                 self.world.network.heal(&address(a), &address(b));
                 self.tell(|weather| weather.wrong -= 1);
             }

@@ -181,18 +181,18 @@ impl World {
         Some((0..saved.shards).map(shard).collect())
     }
 
-    /// [`World::assert_whole`], of each step that can be one thing only.
+    /// The invariant in this moment, whatever is under way or away, of each step that can be one thing only: it is committed as what was
+    /// reported, and each of its stripes is whole on what a power cut would leave of all machines.
     pub fn assert_reported(&self, ledger: &mut Ledger) {
+        let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
         for step in ledger.steps() {
             if let Some(version) = ledger.certain(step) {
-                self.assert_whole(step, ledger.shards(step, version));
+                self.assert_whole(&images, step, ledger.shards(step, version));
             }
         }
     }
 
-    /// The invariant in this moment, whatever is under way or away: a step that was reported to be `shards` is committed as that,
-    /// and each of its stripes is whole on what a power cut would leave of all machines.
-    pub fn assert_whole(&self, step: u64, shards: &Shards) {
+    fn assert_whole(&self, images: &[Store], step: u64, shards: &Shards) {
         let found = self.committed(step);
         let found = found.unwrap_or_else(|| panic!("step {step} was reported and is not there"));
         let has = |name: &str, len: u64| {
@@ -201,10 +201,9 @@ impl World {
         let same = found.len() == shards.len()
             && found.iter().all(|(root, _)| has(&root.name.to_string(), root.len_bytes));
         assert!(same, "step {step} is not what was reported");
-        let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
         for (root, state) in &found {
             for index in 0..root.geometry().unwrap().stripes() {
-                let found = look(&images, root, index, [state, state]);
+                let found = look(images, root, index, [state, state]);
                 let whole = found.replicated || found.spans;
                 assert!(whole, "step {step}: stripe {index} of {} is lost: {found:?}", root.name);
             }

@@ -3,6 +3,7 @@
 //! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod echo;
 pub mod ledger;
 pub mod look;
 pub mod power;
@@ -18,6 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use echo::Echo;
 use power::{Host, Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
 use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
@@ -103,6 +105,8 @@ pub struct World {
     pub requests: Requests,
     /// Each machine has a date and a clock of its own, and neither is right.
     wrong_clocks: bool,
+    /// What nodes of a simulated world sent each other.
+    pub echo: Echo,
     lag_ms: Arc<AtomicU64>,
     boots: u64,
     clients: std::cell::Cell<u32>,
@@ -137,7 +141,7 @@ impl World {
         let (coin, max) = (SeededEntropy::new(seed << 32 | (1 << 30)), world.lag_ms.clone());
         let draw = move || Duration::from_millis(coin.below(max.load(Ordering::Relaxed) + 1));
         world.network.set_lag(Arc::new(MachineTime::default()).clock(), draw);
-        world.wrong_clocks = true;
+        (world.wrong_clocks, world.echo) = (true, Echo::of(&world.network));
         for (index, machine) in (0..).zip(&mut world.machines) {
             machine.time = Arc::new(MachineTime::drawn(seed << 32 | (3 << 29) | index));
         }
@@ -172,6 +176,7 @@ impl World {
             seed: 0,
             requests: Requests::default(),
             wrong_clocks: false,
+            echo: Echo::default(),
             lag_ms: Arc::default(),
             boots: 0,
             clients: std::cell::Cell::new(0),
@@ -256,7 +261,7 @@ impl World {
 
     /// From now on, until it boots again, what machine `index` sends takes so long for each 64 KiB.
     pub fn slow(&self, index: usize, each: Duration) {
-        self.network.set_pace(&address(index), WorldClock::start(), each);
+        self.network.set_pace(&address(index), self.machines[index].time.clock(), each);
     }
 
     /// From now on machine `index` hears everything and says nothing more, on connections that live, until it boots again.

@@ -30,6 +30,8 @@ pub struct Weather {
     /// Nobody serves the catalogue. It may be on any machine.
     pub is_lost: bool,
     moves: bool,
+    /// Requests come again: one that begins a save may open a step on which nobody works, for a lease.
+    pub echoes: bool,
     /// Cuts and full disks.
     wrong: usize,
     /// Counts all that has happened.
@@ -81,7 +83,9 @@ pub struct Director {
 impl Director {
     pub fn new(world: World, schedule: &Schedule, report: Report, ledger: Shared) -> Self {
         let down = vec![None; world.machines.len()];
-        report.lock().unwrap().moves = schedule.is_lost;
+        let mut weather = report.lock().unwrap();
+        (weather.moves, weather.echoes) = (schedule.is_lost, schedule.echo_ms > 0);
+        drop(weather);
         Self { world, report, lost: Lost::default(), ledger, rotten: schedule.rotten, down }
     }
 

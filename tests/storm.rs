@@ -17,6 +17,7 @@ mod weather;
 use std::collections::BTreeMap;
 
 use clients::Shared;
+use rapidraid::entropy::{Entropy, SeededEntropy};
 use schedule::{BLOCK, CODES, Schedule};
 use weather::{Director, Report};
 use world::runs::{number, play, play_all};
@@ -30,10 +31,10 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     let schedule = Schedule::of(seed);
     let world = World::simulated(schedule.nodes, &CODES, BLOCK, seed).await;
     if schedule.is_lost {
-        lost::until_acquainted(&world).await;
+        world.until_acquainted().await;
     }
     let (ledger, report) = (Shared::default(), Report::default());
-    let mut director = Director::new(world, &schedule, report.clone());
+    let mut director = Director::new(world, &schedule, report.clone(), ledger.clone());
     let mut work = Vec::new();
     for (index, deeds) in schedule.clients.iter().enumerate() {
         let seeds = match schedule.is_lost {
@@ -46,10 +47,18 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
         work.push(tokio::spawn(clients::work(client, deeds, ledger.clone(), report.clone())));
     }
     director.world.set_lag(schedule.lag_ms);
+    let coin = SeededEntropy::new(seed ^ (1 << 40));
+    let (echo, network) = (director.world.echo.clone(), director.world.network.clone());
+    let echoes = (schedule.echo_ms > 0).then(|| {
+        tokio::spawn(echo.run(network, SeededEntropy::new(coin.below(1 << 60)), schedule.echo_ms))
+    });
     director.storm(&schedule.wrongs).await;
     director.clear().await;
     for work in work {
         work.await.unwrap();
+    }
+    if let Some(echoes) = &echoes {
+        echoes.abort();
     }
     let rotted = report.lock().unwrap().rotted;
     director.world.set_lag(0);
@@ -63,6 +72,10 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     world.assert_rest(&client, &mut ledger, rotted).await;
     world.assert_saves(&client, &mut ledger, 9).await;
     world.assert_archivable(&client, &mut ledger, rotted).await;
+    if echoes.is_some() {
+        world.echo.all(&world.network, &coin).await;
+        world.assert_rest(&client, &mut ledger, rotted).await;
+    }
     world.snapshot()
 }
 

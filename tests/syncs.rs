@@ -1,5 +1,5 @@
-//! The lost-sync matrix: the power goes before each write, sync, rename, removal and map batch of each machine, and nothing that was
-//! reported is lost.
+//! The lost-sync matrix: the power goes, or the disk is full, before each write, sync, rename, removal and map batch of each machine,
+//! and nothing that was reported is lost.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -10,22 +10,27 @@ mod cell;
 #[path = "syncs/scenario.rs"]
 mod scenario;
 
-use cell::{Cell, run};
+use cell::{Cell, Fault, run};
+use scenario::Scenario;
 use world::power::Leaves;
 use world::runs::{number, play, play_all};
 
 /// Every so many cells are played in the suite; a prime, so that machines and variants all have their turn.
-const STRIDE: u64 = 37;
+const STRIDE: u64 = 61;
 
-/// All cells: each change of each machine, what the disk is left with, and who is dark.
-fn cells(changes: &[u64]) -> Vec<Cell> {
+/// All cells: each change of each machine in each scenario, what goes wrong there, and where else.
+fn cells(changes: &[(Scenario, Vec<u64>)]) -> Vec<Cell> {
     let mut cells = Vec::new();
-    for (machine, &changes) in changes.iter().enumerate() {
+    let changes = changes.iter().flat_map(|(scenario, changes)| {
+        changes.iter().enumerate().map(|(machine, &changes)| (*scenario, machine, changes))
+    });
+    for (scenario, machine, changes) in changes {
         for after in 0..changes {
-            for leaves in [Leaves::Synced, Leaves::Torn(after), Leaves::All, Leaves::Cache] {
+            let dark = [Leaves::Synced, Leaves::Torn(after), Leaves::All, Leaves::Cache];
+            for fault in dark.map(Fault::Dark).into_iter().chain([Fault::Full]) {
                 for everywhere in [false, true] {
                     let number = cells.len();
-                    cells.push(Cell { number, machine, after, leaves, everywhere });
+                    cells.push(Cell { number, scenario, machine, after, fault, everywhere });
                 }
             }
         }
@@ -34,9 +39,12 @@ fn cells(changes: &[u64]) -> Vec<Cell> {
 }
 
 #[test]
-fn nothing_is_lost_wherever_the_power_goes() {
-    let changes = play(run(None)).unwrap();
-    assert_eq!(play(run(None)).unwrap(), changes, "two runs differ");
+fn nothing_is_lost_wherever_a_fault_comes() {
+    let changes = scenario::ALL.map(|scenario| {
+        let changes = play(run(scenario, None)).unwrap();
+        assert_eq!(play(run(scenario, None)).unwrap(), changes, "two runs differ");
+        (scenario, changes)
+    });
     let stride = number("RAPIDRAID_MATRIX_STRIDE").unwrap_or(STRIDE).max(1) as usize;
     let cells = cells(&changes).into_iter();
     let cells: Vec<Cell> = match number("RAPIDRAID_MATRIX_CELL") {
@@ -46,6 +54,6 @@ fn nothing_is_lost_wherever_the_power_goes() {
     eprintln!("{changes:?} changes of the machines, {} cells", cells.len());
     play_all(&cells, |cell| {
         let replay = format!("RAPIDRAID_MATRIX_CELL={} cargo test --test syncs", cell.number);
-        play(run(Some(cell))).map(drop).map_err(|why| format!("{why}\n{replay}"))
+        play(run(cell.scenario, Some(cell))).map(drop).map_err(|why| format!("{why}\n{replay}"))
     });
 }

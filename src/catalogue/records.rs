@@ -23,9 +23,14 @@ pub fn parse_checkpoint_key(key: &str) -> Option<(Job, Step)> {
     parse_step(key.strip_prefix(CHECKPOINTS)?)
 }
 
+/// Prefix of all shard roots.
+pub const ROOTS: &str = "s/";
+/// Prefix of all shard states.
+pub const STATES: &str = "t/";
+
 /// Prefix of the shard roots of a save.
 pub fn roots_prefix(save: SaveId) -> String {
-    format!("s/{save}/")
+    format!("{ROOTS}{save}/")
 }
 
 /// Prefix of the saves that are to be removed and belong to no step's record.
@@ -38,17 +43,17 @@ pub fn orphan_key(save: SaveId) -> String {
 
 /// Key of a shard's root.
 pub fn root_key(save: SaveId, index: u32) -> String {
-    format!("s/{save}/{index:08x}")
+    format!("{ROOTS}{save}/{index:08x}")
 }
 
 /// Key of a shard's state.
 pub fn state_key(shard: ShardId) -> String {
-    format!("t/{shard}")
+    format!("{STATES}{shard}")
 }
 
 /// Prefix of the shard states of a save: a shard's id begins with its save's.
 pub fn states_prefix(save: SaveId) -> String {
-    format!("t/{save}")
+    format!("{STATES}{save}")
 }
 
 /// Prefix of the archivings under way.

@@ -1,5 +1,5 @@
-//! Saves that no step's record has: those that a rebuilt catalogue knows only as to be removed, and those that nodes hold and the
-//! catalogue does not know (docs/semantics.md, 5 and 8).
+//! Saves that no step's record has: those that a rebuilt catalogue knows only as to be removed, those that nodes hold and the
+//! catalogue does not know (docs/semantics.md, 5 and 8), and keys that a late gateway left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,8 +10,8 @@ use super::Node;
 use super::census::node_address;
 use super::waits::grown;
 use super::walk::Walk;
-use crate::catalogue::Catalogue;
-use crate::catalogue::records::{CHECKPOINTS, ORPHANS, orphan_key, parse};
+use crate::catalogue::records::{CHECKPOINTS, ORPHANS, ROOTS, STATES, orphan_key, parse};
+use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::wire::Failure;
@@ -62,6 +62,12 @@ impl fmt::Display for Kept {
     }
 }
 
+/// How far the keys of shards were looked at.
+#[derive(Default)]
+struct Strays {
+    after: [Option<String>; 2],
+}
+
 /// What is to become of a save that no step has.
 enum Fate {
     Goes(RemoveReason),
@@ -71,13 +77,16 @@ enum Fate {
 impl Node {
     /// Once per lease period, while this daemon hosts the catalogue.
     pub(super) async fn keep_orphans(self: Arc<Self>) {
-        let mut compared = Compared::default();
+        let (mut compared, mut strays) = (Compared::default(), Strays::default());
         loop {
             self.clock.sleep(self.settings.lease).await;
             if !self.serves() {
                 continue;
             }
             let catalogue = self.catalogue();
+            if let Err(error) = self.forget_strays(&*catalogue, &mut strays).await {
+                tracing::warn!(%error, "taking away keys that no step has");
+            }
             if let Err(error) = self.compare_holdings(&*catalogue, &mut compared).await {
                 tracing::warn!(%error, "comparing what nodes hold with the catalogue");
             }
@@ -143,6 +152,37 @@ impl Node {
                     unknown.looks = unknown.looks.saturating_add(1);
                     unknown.due = now.saturating_add(grown(self.settings.lease, unknown.looks));
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes away roots and states of saves that no step has, a page of each a round. A gateway that was paused in a seal makes them after the
+    /// save is removed and forgotten; it takes them back itself, unless it dies.
+    async fn forget_strays(
+        &self,
+        catalogue: &dyn Catalogue,
+        strays: &mut Strays,
+    ) -> Result<(), Failure> {
+        let mut found = Vec::new();
+        for (prefix, after) in [ROOTS, STATES].into_iter().zip(&mut strays.after) {
+            let page = catalogue.list(prefix, after.as_deref(), MAX_PAGE).await?;
+            *after = page.last().map(|(key, _)| key.clone());
+            let save =
+                |key: &str| key.get(prefix.len()..)?.get(..2 * size_of::<SaveId>())?.parse().ok();
+            found.extend(
+                page.into_iter().filter_map(|(key, entry)| Some((save(&key)?, key, entry))),
+            );
+        }
+        if found.is_empty() {
+            return Ok(());
+        }
+        // A save is in its step's record before it has keys, and as long as it has: what is looked at later knows it.
+        let known = known_saves(catalogue).await?;
+        for (save, key, entry) in found {
+            if !known.contains(&save) {
+                tracing::info!(%save, key, "a key of a save that no step has is taken away");
+                catalogue.set(&key, Some(entry.revision), None).await?;
             }
         }
         Ok(())

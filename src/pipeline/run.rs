@@ -215,7 +215,10 @@ impl Runs {
         if piece_bytes(&order) > 0 && free_bytes < table.promised_bytes() + room_bytes {
             return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
         }
-        if table.admitted.len() >= MAX_RUNS || table.admitted.contains_key(&order.run) {
+        // Also while it runs: an order that comes twice must not take the place of those who wait for its streams.
+        let is_known = table.admitted.contains_key(&order.run)
+            || table.arriving.keys().any(|(run, _)| *run == order.run);
+        if table.admitted.len() >= MAX_RUNS || is_known {
             return Err(RunError::Busy { needed_bytes });
         }
         let mut waiting = BTreeMap::new();

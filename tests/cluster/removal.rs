@@ -1,6 +1,7 @@
 //! Removing steps: invisible at once, swept everywhere, also where a node was away.
 
 use bytes::Bytes;
+use rapidraid::entropy::SeededEntropy;
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
     CommitMark, LAYOUT_STANDARD, Leaves, Node, Receipt, Record, RemoveReason, Saved, StripeFixed,
@@ -59,6 +60,22 @@ async fn rm_leaves_nothing_but_graves_and_touches_nothing_else() {
     }
     // The step's number is free again.
     save(&client, 1, &[("weights", &bytes)]).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_come_again_after_a_removal_leave_nothing() {
+    let world = World::simulated(4, &[(4, 2)], 64 << 10, 1).await;
+    // Its gateway is not the catalogue's home: what is sealed goes over the network.
+    let client = world.client_of(2);
+    save(&client, 1, &[("weights", &content(700_000, 1)), ("empty", &Bytes::new())]).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    world.assert_swept(&client).await;
+    world.echo.all(&world.network, &SeededEntropy::new(1)).await;
+    let keys = [world.catalogue_keys("s/"), world.catalogue_keys("t/")];
+    assert_eq!(keys.map(|keys| keys.len()), [2, 2], "roots and states that were made again");
+    world.assert_swept(&client).await;
+    assert_eq!(world.catalogue_keys("c/"), Vec::<String>::new());
     world.assert_idle().await;
 }
 

@@ -65,6 +65,8 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
             let saving = client.save(&job, Step(step), named, replace, quiet());
             let Some(ended) = within(patience_ms, saving).await else { return };
             ledger.lock().unwrap().saved(step, version, replace.replace, &ended);
+            let is_open = ended.as_ref().is_err_and(|error| error.kind() == Kind::Exists);
+            let free = free && !(before.echoes && is_open);
             assert!(ended.is_ok() || !free || !calm(), "a save of step {step}: {ended:?}");
         }
         Deed::Remove { step } => {

@@ -9,13 +9,13 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::Epoch;
 use rapidraid::kind::Kind;
 use rapidraid::net::Address;
-use rapidraid::store::{Kv, MemoryKv, Store};
+use rapidraid::store::{Kv, MemoryKv};
 use tokio::task::JoinHandle;
 
 use super::schedule::{Fault, Wrong};
 use super::weather::{Director, Report};
+use crate::world::address;
 use crate::world::power::Leaves;
-use crate::world::{World, address};
 
 /// The longest that a home, or a node during a rebuild, is away.
 const MAX_AWAY_MS: u64 = 60_000;
@@ -81,14 +81,6 @@ pub fn draw(seed: u64, nodes: u64) -> Vec<Wrong> {
     wrongs
 }
 
-/// All nodes have noted each other: one that met only those before it would not know whom to ask.
-pub async fn until_acquainted(world: &World) {
-    let all = world.machines.len();
-    let knows = |store: &Store| store.members().is_ok_and(|members| members.nodes.len() == all);
-    let acquainted = || world.nodes.values().all(|node| knows(node.store()));
-    world.until("all nodes know each other", acquainted).await;
-}
-
 /// What a director knows of catalogues.
 #[derive(Default)]
 pub struct Lost {
@@ -122,17 +114,12 @@ impl Director {
 
     /// The daemons that serve a catalogue with other nodes in it.
     fn homes(&self) -> Vec<usize> {
-        let mut serving = self.serving();
+        let mut serving = self.world.serving();
         serving.retain(|&home| {
             let map = self.world.machines[home].catalogue.get();
             map.is_some_and(|map| map.scan(b"k/n/", None, 2).unwrap().len() > 1)
         });
         serving
-    }
-
-    fn serving(&self) -> Vec<usize> {
-        let serving = self.world.nodes.iter().filter(|(_, node)| node.serves());
-        serving.map(|(index, _)| *index).collect()
     }
 
     /// The home is gone, and its map for the time being.
@@ -206,7 +193,7 @@ impl Director {
     /// Exactly one daemon serves, and goes on serving.
     pub async fn assert_one_home(&self) {
         for _ in 0..10 {
-            assert_eq!(self.serving().len(), 1, "homes: {:?}", self.serving());
+            assert_eq!(self.world.serving().len(), 1, "homes: {:?}", self.world.serving());
             tokio::time::sleep(self.world.lease / 3).await;
         }
     }

@@ -15,6 +15,9 @@ const STEPS: u64 = 4;
 const STORM_MS: u64 = 90_000;
 /// The longest that one thing stays wrong.
 const MAX_WRONG_MS: u64 = 45_000;
+/// In seconds, by which dates jump.
+const HOUR: i64 = 3600;
+const YEAR: i64 = 365 * 24 * HOUR;
 
 /// What a client does.
 #[derive(Debug, Clone, Copy)]
@@ -49,10 +52,14 @@ pub enum Fault {
     StopAfter { machine: usize, changes: u64, leaves: Leaves },
     /// Two nodes do not hear each other.
     Cut { machines: (usize, usize) },
+    /// What one node sends does not reach the other, though it hears it.
+    CutOneWay { from: usize, to: usize },
     /// A client and a node do not hear each other.
     CutOff { client: usize, machine: usize },
     /// A disk has no room.
     Full { machine: usize },
+    /// A machine's date jumps, and later half of the way back.
+    Jump { machine: usize, by_seconds: i64 },
     /// A bit of a block or piece turns; nothing puts it right.
     Rot { pick: u64 },
     /// The catalogue's home goes; whether its map is still there is told when it comes back.
@@ -75,6 +82,8 @@ pub struct Schedule {
     pub rotten: usize,
     /// The longest that a message is on its way.
     pub lag_ms: u64,
+    /// The longest pause between two requests that come again; 0: none does.
+    pub echo_ms: u64,
     /// Of each client: how long it waits, and what it does then.
     pub clients: Vec<Vec<(u64, Deed)>>,
     pub wrongs: Vec<Wrong>,
@@ -84,8 +93,9 @@ pub struct Schedule {
 
 impl std::fmt::Display for Schedule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { nodes, rotten, lag_ms, .. } = self;
+        let Self { nodes, rotten, lag_ms, echo_ms, .. } = self;
         writeln!(f, "{nodes} storage nodes, node {rotten} may rot, lag of up to {lag_ms} ms")?;
+        writeln!(f, "requests come again after pauses of up to {echo_ms} ms (0: never)")?;
         for (client, deeds) in self.clients.iter().enumerate() {
             let mut at_ms = 0;
             for (wait_ms, deed) in deeds {
@@ -139,7 +149,7 @@ impl Draw {
     fn fault(&self, nodes: u64, clients: u64) -> Fault {
         let machine = self.below(nodes + 1) as usize;
         let other = self.below(nodes + 1) as usize;
-        match self.below(14) {
+        match self.below(19) {
             0..3 => Fault::Stop { machine, leaves: self.leaves() },
             3..5 => Fault::Blackout { leaves: self.leaves() },
             5..9 => {
@@ -149,6 +159,12 @@ impl Draw {
             9..11 => Fault::Cut { machines: (machine, other) },
             11 => Fault::CutOff { client: self.below(clients) as usize, machine },
             12 => Fault::Full { machine },
+            13..15 => Fault::CutOneWay { from: machine, to: other },
+            15..18 => {
+                let by_seconds =
+                    self.of(&[HOUR, 24 * HOUR, 2 * YEAR, -HOUR, -24 * HOUR, -2 * YEAR]);
+                Fault::Jump { machine, by_seconds }
+            }
             _ => Fault::Rot { pick: self.below(1 << 32) },
         }
     }
@@ -163,7 +179,7 @@ impl Schedule {
             let count = 4 + draw.below(12 / clients);
             (0..count).map(|_| (draw.below(9000), draw.deed(client, clients))).collect()
         };
-        let wrongs = (0..draw.below(7)).map(|_| {
+        let wrongs = (0..draw.below(8)).map(|_| {
             let from_ms = draw.below(STORM_MS);
             let to_ms = from_ms + draw.below(MAX_WRONG_MS);
             Wrong { from_ms, to_ms, fault: draw.fault(nodes, clients) }
@@ -180,8 +196,9 @@ impl Schedule {
         let clients = (0..clients).map(deeds).collect();
         let rotten = 1 + draw.below(nodes) as usize;
         let lag_ms = draw.of(&[0, 0, 3, 30, 150]);
+        let echo_ms = draw.of(&[0, 0, 200, 3000]);
         let is_lost = lost::is_lost(seed);
         wrongs.extend(lost::draw(seed, nodes));
-        Self { is_lost, nodes: nodes as usize, rotten, lag_ms, clients, wrongs }
+        Self { is_lost, nodes: nodes as usize, rotten, lag_ms, echo_ms, clients, wrongs }
     }
 }

@@ -8,6 +8,7 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::store::Disk;
 use tokio::time::Instant;
 
+use super::clients::Shared;
 use super::lost::Lost;
 use super::schedule::{Fault, Schedule, Wrong};
 use crate::world::power::Leaves;
@@ -15,6 +16,8 @@ use crate::world::{DISK_BYTES, World, address};
 
 /// After so long without a change all leases and time-outs of before are over.
 const CALM: Duration = Duration::from_secs(60);
+/// A connection that is cut in one direction is given up after this, as by QUIC.
+const IDLE: Duration = Duration::from_secs(4);
 /// So often it is looked who serves the catalogue, where it may be lost.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -27,6 +30,8 @@ pub struct Weather {
     /// Nobody serves the catalogue. It may be on any machine.
     pub is_lost: bool,
     moves: bool,
+    /// Requests come again: one that begins a save may open a step on which nobody works, for a lease.
+    pub echoes: bool,
     /// Cuts and full disks.
     wrong: usize,
     /// Counts all that has happened.
@@ -69,16 +74,19 @@ pub struct Director {
     pub world: World,
     pub report: Report,
     pub lost: Lost,
+    ledger: Shared,
     rotten: usize,
     /// Whose process is gone, and what becomes of its disk when it comes back.
     down: Vec<Option<Leaves>>,
 }
 
 impl Director {
-    pub fn new(world: World, schedule: &Schedule, report: Report) -> Self {
+    pub fn new(world: World, schedule: &Schedule, report: Report, ledger: Shared) -> Self {
         let down = vec![None; world.machines.len()];
-        report.lock().unwrap().moves = schedule.is_lost;
-        Self { world, report, lost: Lost::default(), rotten: schedule.rotten, down }
+        let mut weather = report.lock().unwrap();
+        (weather.moves, weather.echoes) = (schedule.is_lost, schedule.echo_ms > 0);
+        drop(weather);
+        Self { world, report, lost: Lost::default(), ledger, rotten: schedule.rotten, down }
     }
 
     /// All faults in their time.
@@ -95,6 +103,10 @@ impl Director {
             match turn {
                 Turn::Begin(fault) => self.begin(fault).await,
                 Turn::End(fault) => self.end(fault).await,
+            }
+            // Before anybody has put anything right. A catalogue that moves is looked at when the storm is over.
+            if !self.report.lock().unwrap().moves {
+                self.world.assert_reported(&mut self.ledger.lock().unwrap());
             }
         }
     }
@@ -137,6 +149,16 @@ impl Director {
                 self.tell(|weather| weather.wrong += 1);
                 self.world.network.partition(&address(a), &address(b));
             }
+            Fault::CutOneWay { from, to } => {
+                self.tell(|weather| weather.wrong += 1);
+                let (from, to) = (address(from), address(to));
+                self.world.network.cut_one_way(&from, &to);
+                let network = self.world.network.clone();
+                tokio::spawn(async move {
+                    tokio::time::sleep(IDLE).await;
+                    network.break_one_way(&from, &to);
+                });
+            }
             Fault::CutOff { client, machine } => {
                 self.tell(|weather| weather.wrong += 1);
                 self.world.network.partition(&client_address(client), &address(machine));
@@ -146,6 +168,9 @@ impl Director {
                 self.world.machines[machine].disk.set_capacity(0);
             }
             Fault::Rot { pick } => self.rot(pick),
+            Fault::Jump { machine, by_seconds } => {
+                self.world.machines[machine].time.jump(by_seconds);
+            }
             Fault::Lose { number, map } => self.lose(number, map).await,
             Fault::Rebuild { on } => self.call_rebuild(on),
         }
@@ -166,7 +191,7 @@ impl Director {
                     self.bring_back(machine).await;
                 }
             }
-            Fault::Cut { machines: (a, b) } => {
+            Fault::Cut { machines: (a, b) } | Fault::CutOneWay { from: a, to: b } => {
                 self.world.network.heal(&address(a), &address(b));
                 self.tell(|weather| weather.wrong -= 1);
             }
@@ -176,9 +201,17 @@ impl Director {
             }
             Fault::Full { machine } => {
                 self.world.machines[machine].disk.set_capacity(DISK_BYTES);
+                // A daemon whose map has failed has stopped.
+                if !self.world.machines[machine].power.is_on() && self.down[machine].is_none() {
+                    self.take_down(machine, Leaves::Cache).await;
+                    self.bring_back(machine).await;
+                }
                 self.tell(|weather| weather.wrong -= 1);
             }
             Fault::Lose { number, map } => self.find(number, map).await,
+            Fault::Jump { machine, by_seconds } => {
+                self.world.machines[machine].time.jump(-by_seconds / 2);
+            }
             Fault::Rot { .. } | Fault::Rebuild { .. } => {}
         }
     }

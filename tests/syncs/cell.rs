@@ -1,67 +1,140 @@
-//! One cell of the matrix: the power goes before one change of one machine, comes back, and the cluster comes to rest.
+//! One cell of the matrix: the fault comes before one change of one machine and goes again, and the cluster comes to rest.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use rapidraid::client::Client;
+use rapidraid::store::Disk;
 use tokio::sync::Notify;
 
-use super::scenario::{self, BLOCK, Shared};
+use super::scenario::{BLOCK, Scenario, Shared};
 use crate::world::power::Leaves;
-use crate::world::{World, address};
+use crate::world::{DISK_BYTES, World, address, restore};
 
 /// Storage nodes: one more than the larger code needs.
 pub const NODES: usize = 7;
 const CODES: [(u8, u8); 2] = [(6, 4), (4, 2)];
+/// What was reported can be read so soon after a fault that it must survive, and after it has gone.
+const SOON: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The power goes.
+    Dark(Leaves),
+    /// The disk has no room for another byte but where something goes.
+    Full,
+}
 
 #[derive(Debug, Clone, Copy)]
 pub struct Cell {
     /// Its place in the matrix: `RAPIDRAID_MATRIX_CELL` plays it alone.
     pub number: usize,
+    pub scenario: Scenario,
     pub machine: usize,
-    /// Changes of that machine before the cut, from the beginning of the scenario.
+    /// Changes of that machine before the fault, from the beginning of the scenario.
     pub after: u64,
-    pub leaves: Leaves,
-    /// All machines lose power in that moment.
+    pub fault: Fault,
+    /// All machines have it in that moment.
     pub everywhere: bool,
 }
 
 impl Cell {
-    /// Back before anybody's lease is over, or long after.
-    fn away(&self) -> Duration {
+    /// Over before anybody's lease is, or long after.
+    fn lasts(&self) -> Duration {
         Duration::from_secs(if self.after.is_multiple_of(2) { 3 } else { 40 })
     }
 
-    fn victims(&self) -> Vec<usize> {
-        if self.everywhere { (0..=NODES).collect() } else { vec![self.machine] }
+    fn victims(&self, world: &World) -> Vec<usize> {
+        if self.everywhere { world.nodes.keys().copied().collect() } else { vec![self.machine] }
+    }
+
+    /// Everything can be read meanwhile: one machine at most is missing anything.
+    fn is_survived(&self) -> bool {
+        !self.everywhere && self.scenario != Scenario::Mend
+    }
+
+    /// Everything can be saved and removed meanwhile: one machine has no room, and it is neither the catalogue's home nor the one
+    /// that the client asks, whose daemon may stop.
+    fn is_fair(&self) -> bool {
+        self.is_survived() && self.fault == Fault::Full && !matches!(self.machine, 0 | 2)
+    }
+
+    /// The fault, in the midst of a change of its machine; `begun` is told.
+    fn plan(self, world: &World, begun: Arc<Notify>) {
+        let network = world.network.clone();
+        let victims = self.victims(world).into_iter();
+        let victims: Vec<_> =
+            victims.map(|victim| (world.machines[victim].clone(), address(victim))).collect();
+        world.machines[self.machine].power.cut_after(self.after, move || {
+            for (machine, address) in victims {
+                match self.fault {
+                    Fault::Dark(_) => {
+                        machine.power.turn(false);
+                        network.kill(&address);
+                    }
+                    Fault::Full => {
+                        let space = machine.disk.space().unwrap();
+                        machine.disk.set_capacity(space.total_bytes - space.free_bytes);
+                    }
+                }
+            }
+            begun.notify_one();
+        });
+    }
+
+    /// The fault goes.
+    async fn end(self, world: &mut World) {
+        for victim in self.victims(world) {
+            match self.fault {
+                Fault::Dark(leaves) => {
+                    world.lose_unsynced(victim, leaves).await;
+                    world.boot(victim);
+                }
+                Fault::Full => {
+                    world.machines[victim].disk.set_capacity(DISK_BYTES);
+                    // A daemon whose map has failed has stopped.
+                    if !world.machines[victim].power.is_on() {
+                        world.kill(victim).await;
+                        world.boot(victim);
+                    }
+                }
+            }
+        }
     }
 }
 
-/// Plays the scenario, with the power cut as `cell` says. Gives the changes of each machine during the scenario.
-pub async fn run(cell: Option<Cell>) -> Vec<u64> {
+/// Plays the scenario, with the fault as `cell` says. Gives the changes of each machine during the scenario.
+pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
     let mut world = World::simulated(NODES, &CODES, BLOCK, 0).await;
     let changes =
         |world: &World| -> Vec<u64> { world.machines.iter().map(|m| m.power.changes()).collect() };
-    let before = changes(&world);
-    let dark = Arc::new(Notify::new());
-    if let Some(cell) = cell {
-        plan(&world, cell, dark.clone());
-    }
     let ledger = Shared::default();
-    let client = world.connect([2, 3, 0].map(address).to_vec()).0;
-    let play = tokio::spawn(scenario::play(client.clone(), ledger.clone()));
+    let client = world.connect(scenario.seeds()).0;
+    let reader = world.connect(scenario.seeds()).0;
+    scenario.prepare(&mut world, &client, &ledger).await;
+    let before = changes(&world);
+    let begun = Arc::new(Notify::new());
     if let Some(cell) = cell {
-        dark.notified().await;
-        tokio::time::sleep(cell.away()).await;
-        for victim in cell.victims() {
-            world.lose_unsynced(victim, cell.leaves).await;
-            world.boot(victim);
+        cell.plan(&world, begun.clone());
+    }
+    let fair = cell.is_none_or(|cell| cell.is_fair());
+    let play = tokio::spawn(scenario.play(client.clone(), ledger.clone(), fair));
+    if let Some(cell) = cell {
+        begun.notified().await;
+        assert_whole(&world, &ledger);
+        if cell.is_survived() {
+            assert_readable(&reader, &ledger).await;
         }
+        tokio::time::sleep(cell.lasts()).await;
+        cell.end(&mut world).await;
+        // Before any daemon has put anything right.
+        assert_whole(&world, &ledger);
+        assert_readable(&reader, &ledger).await;
     }
     play.await.unwrap();
     let after = changes(&world);
-    if cell.is_some() {
-        world.until_live(NODES).await;
-    }
+    scenario.mend(&mut world, &client).await;
+    world.until_live(NODES).await;
     let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
     world.assert_rest(&client, &mut ledger, false).await;
     world.assert_saves(&client, &mut ledger, 9).await;
@@ -69,18 +142,38 @@ pub async fn run(cell: Option<Cell>) -> Vec<u64> {
     before.iter().zip(&after).map(|(before, after)| after - before).collect()
 }
 
-fn plan(world: &World, cell: Cell, dark: Arc<Notify>) {
-    let network = world.network.clone();
-    let victims: Vec<_> = cell
-        .victims()
-        .into_iter()
-        .map(|victim| (world.machines[victim].power.clone(), address(victim)))
-        .collect();
-    world.machines[cell.machine].power.cut_after(cell.after, move || {
-        for (power, address) in victims {
-            power.turn(false);
-            network.kill(&address);
+/// The invariant, in this moment. Without a catalogue it is looked at when there is one.
+fn assert_whole(world: &World, ledger: &Shared) {
+    if world.machines[0].catalogue.get().is_some() || world.serving().len() == 1 {
+        world.assert_reported(&mut ledger.lock().unwrap());
+    }
+}
+
+/// Each step that can be one thing only is read, or becomes something else meanwhile.
+async fn assert_readable(reader: &Client, ledger: &Shared) {
+    let steps = ledger.lock().unwrap().steps();
+    for step in steps {
+        let look = || {
+            let mut ledger = ledger.lock().unwrap();
+            (ledger.certain(step), ledger.versions(step))
+        };
+        let before = look();
+        let Some(version) = before.0 else { continue };
+        let began = tokio::time::Instant::now();
+        loop {
+            let ended = restore(reader, step).await;
+            if look() != before {
+                break;
+            }
+            match ended {
+                Ok((out, _)) => {
+                    let found = ledger.lock().unwrap().version_of(step, &out);
+                    assert_eq!(found, Some(version), "step {step}");
+                    break;
+                }
+                Err(error) => assert!(began.elapsed() < SOON, "step {step}: {error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        dark.notify_one();
-    });
+    }
 }

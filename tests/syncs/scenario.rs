@@ -1,23 +1,43 @@
-//! What the cluster is asked to do while the power goes: one of everything, each after the other, whatever became of the one before.
+//! What the cluster is asked to do while the fault comes: one operation after the other, whatever became of the one before.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rapidraid::client::{Client, SaveOptions};
+use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::net::Address;
 use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::ledger::{Ledger, Shards};
-use crate::world::{content, job, options, quiet, shard};
+use crate::world::{World, address, content, job, options, quiet, shard};
 
 pub const BLOCK: u64 = 64 << 10;
 /// Of the code (6,4): one full stripe, and a short one.
 const TWO_STRIPES: usize = 4 * BLOCK as usize + 9000;
 /// No operation takes longer, even with nodes gone; in virtual time.
 const PATIENCE: Duration = Duration::from_secs(1800);
+/// Whose disk is new before [`Scenario::Mend`] begins.
+const REPLACED: usize = 3;
+/// Where [`Scenario::Rebuild`] makes the catalogue anew, at first.
+const REBUILT: usize = 3;
+/// Rebuilds until one ends well.
+const REBUILDS: usize = 20;
 
 /// The ledger, which outlives the scenario.
 pub type Shared = Arc<Mutex<Ledger>>;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scenario {
+    /// Save, archive and drop, replace, delete.
+    Life,
+    /// Archive where replicas have to be made again: one machine has a new disk, and another block is rotten.
+    Mend,
+    /// The catalogue's home is gone with its map: rebuild it elsewhere, and archive.
+    Rebuild,
+}
+
+pub const ALL: [Scenario; 3] = [Scenario::Life, Scenario::Mend, Scenario::Rebuild];
 
 fn shards(of: &[(&str, usize)], seed: u64) -> Shards {
     of.iter().map(|&(name, len)| (name.to_owned(), content(len, seed))).collect()
@@ -27,34 +47,140 @@ async fn patient<T>(what: &str, work: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, work).await.unwrap_or_else(|_| panic!("{what} stands still"))
 }
 
-async fn save(client: &Client, ledger: &Shared, step: u64, replace: bool, shards: Shards) {
+/// Whatever goes wrong with machines is no defect, no loss and no fault of who asked; and no damage, where nothing is rotten.
+fn assert_told<T>(what: &str, ended: &Result<T, ClientError>, rotten: bool) {
+    use Kind::{Corrupt, Denied, Internal, Invalid, Lost};
+    if let Err(error) = ended {
+        let untold = match error.kind() {
+            Corrupt => !rotten,
+            kind => matches!(kind, Denied | Internal | Invalid | Lost),
+        };
+        assert!(!untold, "{what}: {error}");
+    }
+}
+
+async fn save(
+    client: &Client,
+    ledger: &Shared,
+    step: u64,
+    replace: bool,
+    shards: Shards,
+) -> Result<(), ClientError> {
     let version = ledger.lock().unwrap().save(step, shards.clone());
     let named = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
     let job = job();
     let saving = client.save(&job, Step(step), named, SaveOptions { replace }, quiet());
     let ended = patient("a save", saving).await;
+    assert_told("a save", &ended, false);
     ledger.lock().unwrap().saved(step, version, replace, &ended);
+    ended.map(drop)
 }
 
-async fn remove(client: &Client, ledger: &Shared, step: u64) {
+async fn remove(client: &Client, ledger: &Shared, step: u64) -> Result<(), ClientError> {
     let before = ledger.lock().unwrap().remove(step);
     let ended = patient("a removal", client.remove(&job(), Step(step))).await;
+    assert_told("a removal", &ended, false);
     ledger.lock().unwrap().removed(step, &before, &ended);
+    ended.map(drop)
 }
 
-async fn archive(client: &Client, step: u64) {
+async fn archive(client: &Client, step: u64, rotten: bool) {
     let (job, mut quiet) = (job(), |_: &_| ());
     let archiving = client.archive(&job, Some(Step(step)), options(PlanChoice::Chain), &mut quiet);
     // What it leaves is finished by others, and looked at when the cluster has come to rest.
-    let _ = patient("an archiving", archiving).await;
+    assert_told("an archiving", &patient("an archiving", archiving).await, rotten);
 }
 
-/// Save, archive and drop, replace, delete.
-pub async fn play(client: Client, ledger: Shared) {
-    save(&client, &ledger, 1, false, shards(&[("large", TWO_STRIPES), ("small", 700)], 1)).await;
-    archive(&client, 1).await;
-    save(&client, &ledger, 2, false, shards(&[("weights", 900), ("empty", 0)], 2)).await;
-    save(&client, &ledger, 2, true, shards(&[("weights", 800)], 3)).await;
-    archive(&client, 2).await;
-    remove(&client, &ledger, 2).await;
+async fn rebuild(client: &Client, on: usize) {
+    let at = Address { host_port: address(on), node: None };
+    let ended = patient("a rebuild", client.rebuild_catalogue(Some(&at), false)).await;
+    assert_told("a rebuild", &ended, false);
+    if let Ok(rebuilt) = ended {
+        let lost = (rebuilt.incomplete.is_empty(), rebuilt.damaged.is_empty());
+        assert_eq!(lost, (true, true), "{rebuilt:?}");
+    }
+}
+
+impl Scenario {
+    /// Nodes that its client asks.
+    pub fn seeds(self) -> Vec<String> {
+        let seeds = match self {
+            Scenario::Life | Scenario::Mend => [2, 3, 0],
+            Scenario::Rebuild => [2, 3, 4],
+        };
+        seeds.map(address).to_vec()
+    }
+
+    /// What is there when it begins; nothing goes wrong yet.
+    pub async fn prepare(self, world: &mut World, client: &Client, ledger: &Shared) {
+        match self {
+            Scenario::Life => {}
+            Scenario::Mend => {
+                let large = shards(&[("large", TWO_STRIPES)], 1);
+                save(client, ledger, 1, false, large).await.unwrap();
+                world.kill(REPLACED).await;
+                world.replace(REPLACED);
+                world.boot(REPLACED);
+                world.until_live(world.machines.len() - 1).await;
+                let files = world.files(|path| path.ends_with(".rep"));
+                let twin = |at: usize| files[at + 1..].iter().any(|file| file.1 == files[at].1);
+                let at = (0..files.len()).find(|&at| twin(at)).expect("no block has both replicas");
+                let (machine, path) = &files[at];
+                world.machines[*machine].disk.flip_bit(path, 8 * 1000).unwrap();
+            }
+            Scenario::Rebuild => {
+                world.until_acquainted().await;
+                let large = shards(&[("large", TWO_STRIPES)], 1);
+                save(client, ledger, 1, false, large).await.unwrap();
+                archive(client, 1, false).await;
+                let small = shards(&[("weights", 900)], 2);
+                save(client, ledger, 2, false, small).await.unwrap();
+                world.kill(0).await;
+                world.machines[0].catalogue.set(None);
+            }
+        }
+    }
+
+    /// Where the weather is `fair` no save and no removal may fail.
+    pub async fn play(self, client: Client, ledger: Shared, fair: bool) {
+        let ledger = &ledger;
+        let save = async |client, ledger, step, replace, shards| {
+            let ended = save(client, ledger, step, replace, shards).await;
+            assert!(!fair || ended.is_ok(), "a save of step {step}: {ended:?}");
+        };
+        match self {
+            Scenario::Life => {
+                let first = shards(&[("large", TWO_STRIPES), ("small", 700)], 1);
+                save(&client, ledger, 1, false, first).await;
+                archive(&client, 1, false).await;
+                let second = shards(&[("weights", 900), ("empty", 0)], 2);
+                save(&client, ledger, 2, false, second).await;
+                save(&client, ledger, 2, true, shards(&[("weights", 800)], 3)).await;
+                archive(&client, 2, false).await;
+                let ended = remove(&client, ledger, 2).await;
+                assert!(!fair || ended.is_ok(), "a removal: {ended:?}");
+            }
+            Scenario::Mend => archive(&client, 1, true).await,
+            Scenario::Rebuild => {
+                rebuild(&client, REBUILT).await;
+                archive(&client, 2, false).await;
+            }
+        }
+    }
+
+    /// Everything is right again: what somebody has to do by hand is done.
+    pub async fn mend(self, world: &mut World, client: &Client) {
+        if self != Scenario::Rebuild {
+            return;
+        }
+        for attempt in 0..REBUILDS {
+            tokio::time::sleep(3 * world.lease).await;
+            if world.serving().len() == 1 {
+                world.boot(0);
+                return;
+            }
+            rebuild(client, 1 + attempt % (world.machines.len() - 1)).await;
+        }
+        panic!("no rebuild brings the catalogue back; these serve: {:?}", world.serving());
+    }
 }

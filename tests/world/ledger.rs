@@ -77,6 +77,11 @@ impl Ledger {
         possible.next().flatten().filter(|_| possible.next().is_none())
     }
 
+    /// What a version is.
+    pub fn shards(&self, step: u64, version: usize) -> &Shards {
+        &self.steps[&step].versions[version]
+    }
+
     /// No save is under way, or may be.
     pub fn is_quiet(&mut self, step: u64) -> bool {
         self.entry(step).pending.is_empty()

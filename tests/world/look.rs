@@ -4,15 +4,18 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rapidraid::catalogue::records::{checkpoint_key, root_key, state_key};
 use rapidraid::client::Client;
 use rapidraid::code::{Code, reconstruct, table};
 use rapidraid::format::file::FileName;
 use rapidraid::format::records::{
-    Leaves, Receipt, Record, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState,
+    Checkpoint, Leaves, Receipt, Record, ShardRoot, ShardState, StripeFixed, StripeRecord,
+    StripeState,
 };
 use rapidraid::id::{SaveId, Step, StripeId};
 use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryKv, Scope, Store};
 
+use super::ledger::{Ledger, Shards};
 use super::{CLUSTER, Machine, World, job};
 
 /// Rounds of waiting for what goes on in the background, 100 ms each.
@@ -76,6 +79,20 @@ impl World {
             files_below(&*machine.disk, "quarantine").iter().any(|path| path.ends_with(name))
         };
         (0..self.machines.len()).filter(|&index| has(&self.machines[index])).collect()
+    }
+
+    /// The daemons that serve a catalogue.
+    pub fn serving(&self) -> Vec<usize> {
+        let serving = self.nodes.iter().filter(|(_, node)| node.serves());
+        serving.map(|(index, _)| *index).collect()
+    }
+
+    /// All nodes have noted each other: one that met only those before it would not know whom to ask.
+    pub async fn until_acquainted(&self) {
+        let all = self.machines.len();
+        let knows = |store: &Store| store.members().is_ok_and(|members| members.nodes.len() == all);
+        let acquainted = || self.nodes.values().all(|node| knows(node.store()));
+        self.until("all nodes know each other", acquainted).await;
     }
 
     /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
@@ -146,6 +163,51 @@ impl World {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         panic!("never went: {:?}", left());
+    }
+
+    /// What the catalogue has of a step that is committed: each shard's root and state.
+    pub fn committed(&self, step: u64) -> Option<Vec<(ShardRoot, ShardState)>> {
+        let kv = self.map();
+        let value = kv.get(format!("k/{}", checkpoint_key(&job(), Step(step))).as_bytes());
+        let saved = Checkpoint::parse(&value.unwrap()?[8..]).unwrap().committed?;
+        let shard = |index| {
+            let root = kv.get(format!("k/{}", root_key(saved.save, index)).as_bytes()).unwrap();
+            let root = ShardRoot::parse(&root.expect("a committed step without a root")[8..]);
+            let root = root.unwrap();
+            let state = kv.get(format!("k/{}", state_key(root.shard)).as_bytes()).unwrap();
+            let state = ShardState::parse(&state.expect("a committed step without a state")[8..]);
+            (root, state.unwrap())
+        };
+        Some((0..saved.shards).map(shard).collect())
+    }
+
+    /// The invariant in this moment, whatever is under way or away, of each step that can be one thing only: it is committed as what was
+    /// reported, and each of its stripes is whole on what a power cut would leave of all machines.
+    pub fn assert_reported(&self, ledger: &mut Ledger) {
+        let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
+        for step in ledger.steps() {
+            if let Some(version) = ledger.certain(step) {
+                self.assert_whole(&images, step, ledger.shards(step, version));
+            }
+        }
+    }
+
+    fn assert_whole(&self, images: &[Store], step: u64, shards: &Shards) {
+        let found = self.committed(step);
+        let found = found.unwrap_or_else(|| panic!("step {step} was reported and is not there"));
+        let has = |name: &str, len: u64| {
+            shards.iter().any(|(is, bytes)| is == name && bytes.len() as u64 == len)
+        };
+        let same = found.len() == shards.len()
+            && found.iter().all(|(root, _)| has(&root.name.to_string(), root.len_bytes));
+        assert!(same, "step {step} is not what was reported");
+        for (root, state) in &found {
+            for index in 0..root.geometry().unwrap().stripes() {
+                let found = look(images, root, index, [state, state]);
+                let whole = found.replicated || found.spans;
+                assert!(whole, "step {step}: stripe {index} of {} is lost: {found:?}", root.name);
+            }
+        }
     }
 
     /// Of each stripe of a committed step: n proven pieces once the catalogue says archived, of which k that span are enough; before

@@ -4,6 +4,7 @@
 #![allow(dead_code)] // each test binary uses its part
 
 pub mod between;
+pub mod echo;
 pub mod ledger;
 pub mod look;
 pub mod power;
@@ -11,6 +12,7 @@ pub mod raw;
 pub mod rest;
 pub mod runs;
 pub mod spy;
+pub mod time;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,9 +20,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use power::{Leaves, Power, PoweredKv};
+use echo::Echo;
+use power::{Host, Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
-use rapidraid::clock::Clock;
 use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
@@ -32,6 +34,7 @@ use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 use rapidraid::workers::Workers;
 use spy::{Requests, Spied};
+use time::MachineTime;
 
 pub const CLUSTER: ClusterId = ClusterId([7; 16]);
 pub const DISK_BYTES: u64 = 4 << 30;
@@ -44,6 +47,7 @@ pub struct Machine {
     pub index: Arc<MemoryKv>,
     pub catalogue: Arc<MapSlot>,
     pub power: Arc<Power>,
+    pub time: Arc<MachineTime>,
 }
 
 /// Where a machine keeps its catalogue's map.
@@ -64,12 +68,12 @@ impl MapSlot {
 /// Gives the daemon of a machine its map.
 struct SlotMaps {
     slot: Arc<MapSlot>,
-    power: Arc<Power>,
+    host: Host,
 }
 
 impl SlotMaps {
     fn powered(&self, map: Arc<MemoryKv>) -> Arc<dyn Kv> {
-        Arc::new(PoweredKv { map, power: self.power.clone() })
+        Arc::new(PoweredKv { map, host: self.host.clone() })
     }
 }
 
@@ -82,32 +86,6 @@ impl Maps for SlotMaps {
         let map = Arc::new(MemoryKv::new());
         self.slot.set(Some(map.clone()));
         Ok(self.powered(map))
-    }
-}
-
-/// Tokio's time, and one date for all runs.
-struct WorldClock {
-    start: tokio::time::Instant,
-}
-
-impl WorldClock {
-    fn start() -> Arc<Self> {
-        Arc::new(Self { start: tokio::time::Instant::now() })
-    }
-}
-
-#[async_trait::async_trait]
-impl Clock for WorldClock {
-    fn now(&self) -> Duration {
-        self.start.elapsed()
-    }
-
-    async fn sleep(&self, duration: Duration) {
-        tokio::time::sleep(duration).await;
-    }
-
-    fn wall_seconds(&self) -> u64 {
-        1_800_000_000
     }
 }
 
@@ -130,6 +108,10 @@ pub struct World {
     pub seed: u64,
     /// What clients and nodes ask.
     pub requests: Requests,
+    /// Each machine has a date and a clock of its own, and neither is right.
+    wrong_clocks: bool,
+    /// What nodes of a simulated world sent each other.
+    pub echo: Echo,
     lag_ms: Arc<AtomicU64>,
     boots: u64,
     clients: std::cell::Cell<u32>,
@@ -163,7 +145,11 @@ impl World {
         (world.seed, world.workers) = (seed, Workers::inline());
         let (coin, max) = (SeededEntropy::new(seed << 32 | (1 << 30)), world.lag_ms.clone());
         let draw = move || Duration::from_millis(coin.below(max.load(Ordering::Relaxed) + 1));
-        world.network.set_lag(WorldClock::start(), draw);
+        world.network.set_lag(Arc::new(MachineTime::default()).clock(), draw);
+        (world.wrong_clocks, world.echo) = (true, Echo::of(&world.network));
+        for (index, machine) in (0..).zip(&mut world.machines) {
+            machine.time = Arc::new(MachineTime::drawn(seed << 32 | (3 << 29) | index));
+        }
         world.power_on().await;
         world
     }
@@ -180,6 +166,7 @@ impl World {
             index: Arc::new(MemoryKv::new()),
             catalogue: Arc::default(),
             power: Arc::default(),
+            time: Arc::default(),
         });
         Self {
             network: MemoryNetwork::new(),
@@ -195,6 +182,8 @@ impl World {
             doors: BTreeMap::new(),
             seed: 0,
             requests: Requests::default(),
+            wrong_clocks: false,
+            echo: Echo::default(),
             lag_ms: Arc::default(),
             boots: 0,
             clients: std::cell::Cell::new(0),
@@ -218,13 +207,17 @@ impl World {
         let machine = self.machines[index].clone();
         let power = machine.power.clone();
         power.turn(true);
-        let kv = |map: Arc<MemoryKv>| -> Arc<dyn Kv> {
-            Arc::new(PoweredKv { map, power: power.clone() })
+        let (network, at) = (self.network.clone(), address(index));
+        let host = Host {
+            power: power.clone(),
+            disk: machine.disk.clone(),
+            end: Arc::new(move || network.kill(&at)),
         };
-        let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power.clone());
+        let index_map = Arc::new(PoweredKv { map: machine.index, host: host.clone() });
+        let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power);
         machine.disk.set_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
-        let (store, _) = Store::open(disk, lock, kv(machine.index), CLUSTER, &machine.name)?;
+        let (store, _) = Store::open(disk, lock, index_map, CLUSTER, &machine.name)?;
         self.boots += 1;
         let peer = Peer { role: Role::Node, name: machine.name.clone() };
         let settings = NodeSettings {
@@ -245,9 +238,9 @@ impl World {
         };
         let parts = NodeParts {
             store,
-            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), power }),
+            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), host }),
             transport: self.spied(peer, &self.door(index)),
-            clock: WorldClock::start(),
+            clock: machine.time.clock(),
             // No boot repeats the numbers of another.
             entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
             workers: self.node_workers.clone(),
@@ -279,7 +272,7 @@ impl World {
 
     /// From now on, until it boots again, what machine `index` sends takes so long for each 64 KiB.
     pub fn slow(&self, index: usize, each: Duration) {
-        self.network.set_pace(&address(index), WorldClock::start(), each);
+        self.network.set_pace(&address(index), self.machines[index].time.clock(), each);
     }
 
     /// From now on machine `index` hears everything and says nothing more, on connections that live, until it boots again.
@@ -354,11 +347,16 @@ impl World {
         self.clients.set(number + 1);
         let name: PeerName = format!("client{number}").parse().unwrap();
         let transport = self.spied(Peer { role: Role::Client, name }, &format!("client{number}:0"));
-        let entropy = SeededEntropy::new(self.seed << 32 | (1 << 31) | u64::from(number));
+        let seed = self.seed << 32 | (1 << 31) | u64::from(number);
+        let time = match self.wrong_clocks {
+            true => MachineTime::drawn(seed | (1 << 29)),
+            false => MachineTime::default(),
+        };
+        let entropy = SeededEntropy::new(seed);
         (
             Client::over(
                 transport,
-                WorldClock::start(),
+                Arc::new(time).clock(),
                 Arc::new(entropy),
                 self.workers.clone(),
                 seeds,

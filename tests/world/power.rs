@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rapidraid::store::kv::{Batch, Pair};
-use rapidraid::store::{Kv, KvError, MemoryDisk, MemoryKv};
+use rapidraid::store::{Disk, Kv, KvError, MemoryDisk, MemoryKv};
 
 /// What becomes of the disk of a machine that stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,18 +90,34 @@ impl Power {
     }
 }
 
-/// A map on a machine's disk: a batch lasts whole, or was never made.
+/// The machine under a map.
+#[derive(Clone)]
+pub struct Host {
+    pub power: Arc<Power>,
+    pub disk: Arc<MemoryDisk>,
+    /// Ends the connections of its process.
+    pub end: Arc<dyn Fn() + Send + Sync>,
+}
+
+/// A map on a machine's disk: a batch lasts whole, or was never made. On a full disk it fails, and a daemon whose map has failed
+/// stops: in the same moment nothing of its process works any more.
 pub struct PoweredKv {
     pub map: Arc<MemoryKv>,
-    pub power: Arc<Power>,
+    pub host: Host,
 }
 
 impl PoweredKv {
     fn pass(&self, change: bool) -> Result<&MemoryKv, KvError> {
-        if self.power.passes(change) {
+        let Host { power, disk, end } = &self.host;
+        let passes = power.passes(change);
+        if passes && change && disk.space().is_ok_and(|space| space.free_bytes == 0) {
+            power.turn(false);
+            end();
+        }
+        if power.is_on() {
             return Ok(&self.map);
         }
-        let source = std::io::Error::other("the power is off");
+        let source = std::io::Error::other("the power is off, or the disk is full");
         Err(KvError::Io { op: "use", path: "the map".to_owned(), source })
     }
 }

@@ -1,6 +1,7 @@
 //! One connection of the memory network: who closed it, and the streams that each side opens on it.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -9,6 +10,7 @@ use tokio::sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore, 
 
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
 use super::pipe::{MemoryRecv, MemorySend, Pipe};
+use super::tap::{Copied, Tap};
 use super::{Lag, PACE_BYTES, Pace, Paces};
 
 /// How many streams of each kind one side may have open at once, as over QUIC by default.
@@ -38,13 +40,36 @@ pub(super) struct Link {
     closed: Notify,
     lag: Option<Lag>,
     paces: Arc<Paces>,
+    tap: Option<Tap>,
+    /// Nothing that the dialler, or the listener, sends leaves it.
+    unheard: [AtomicBool; 2],
 }
 
 impl Link {
     /// A link between the dialler's address and the listener's.
-    pub(super) fn new(addresses: [String; 2], lag: Option<Lag>, paces: Arc<Paces>) -> Arc<Self> {
-        let (closure, closed) = (Mutex::default(), Notify::new());
-        Arc::new(Self { addresses, closure, closed, lag, paces })
+    pub(super) fn new(
+        addresses: [String; 2],
+        lag: Option<Lag>,
+        paces: Arc<Paces>,
+        tap: Option<Tap>,
+    ) -> Arc<Self> {
+        let (closure, closed, unheard) = Default::default();
+        Arc::new(Self { addresses, closure, closed, lag, paces, tap, unheard })
+    }
+
+    fn unheard(&self, side: Side) -> &AtomicBool {
+        let [dialler, listener] = &self.unheard;
+        if side == Side::Dialler { dialler } else { listener }
+    }
+
+    /// From now on nothing leaves `side`.
+    pub(super) fn silence(&self, side: Side) {
+        self.unheard(side).store(true, Ordering::Relaxed);
+    }
+
+    /// Whether nothing leaves one of the sides.
+    pub(super) fn is_silenced(&self) -> bool {
+        self.unheard.iter().any(|unheard| unheard.load(Ordering::Relaxed))
     }
 
     pub(super) fn joins(&self, address: &str) -> bool {
@@ -114,6 +139,9 @@ impl Hold {
     }
 
     fn pace(&self) -> Option<Pace> {
+        if self.link.unheard(self.side).load(Ordering::Relaxed) {
+            return Some(Pace::Mute);
+        }
         let [dialler, listener] = &self.link.addresses;
         self.link.paces.of(if self.side == Side::Dialler { dialler } else { listener })
     }
@@ -202,6 +230,7 @@ impl Outgoing {
 /// One end of a connection.
 pub(super) struct MemoryConnection {
     hold: Arc<Hold>,
+    us: Peer,
     bi: Arc<Outgoing>,
     uni: Arc<Outgoing>,
     inbox_bi: AsyncMutex<mpsc::Receiver<Opened>>,
@@ -221,7 +250,8 @@ impl MemoryConnection {
         let (listener_uni, from_listener_uni) = Outgoing::new(MAX_UNI_STREAMS);
         let hold = |side, peer| Arc::new(Hold { link: link.clone(), side, peer });
         let at_dialler = Self {
-            hold: hold(Side::Dialler, listener),
+            hold: hold(Side::Dialler, listener.clone()),
+            us: dialler.clone(),
             bi: dialler_bi,
             uni: dialler_uni,
             inbox_bi: AsyncMutex::new(from_listener_bi),
@@ -229,12 +259,23 @@ impl MemoryConnection {
         };
         let at_listener = Self {
             hold: hold(Side::Listener, dialler),
+            us: listener,
             bi: listener_bi,
             uni: listener_uni,
             inbox_bi: AsyncMutex::new(from_dialler_bi),
             inbox_uni: AsyncMutex::new(from_dialler_uni),
         };
         (Arc::new(at_dialler), Arc::new(at_listener))
+    }
+
+    /// Where requests from node to node are copied.
+    fn copied(&self) -> Option<Copied> {
+        let Link { addresses: [dialler, listener], tap, .. } = &*self.hold.link;
+        let (from, to) = match self.hold.side {
+            Side::Dialler => (dialler, listener),
+            Side::Listener => (listener, dialler),
+        };
+        Some(Copied::new(tap.clone()?, self.us.clone(), from, to))
     }
 
     async fn permit(&self, of: &Outgoing) -> Result<Arc<OwnedSemaphorePermit>, NetError> {
@@ -274,7 +315,8 @@ impl Connection for MemoryConnection {
         let permit = self.permit(&self.bi).await?;
         let (out, back) = (Pipe::new(permit.clone()), Pipe::new(permit));
         let number = self.bi.hide(Opened { read: out.clone(), write: Some(back.clone()) });
-        let send = MemorySend::new(out, self.hold.clone(), Some((self.bi.clone(), number)));
+        let mut send = MemorySend::new(out, self.hold.clone(), Some((self.bi.clone(), number)));
+        send.copied = self.copied();
         Ok((Box::new(send), Box::new(MemoryRecv::new(back, self.hold.clone()))))
     }
 

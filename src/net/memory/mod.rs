@@ -1,11 +1,13 @@
 //! A network inside one process, for deterministic clusters: no sockets, no threads, no clock. It behaves as
 //! QUIC does where callers can tell the difference: windows, stream limits, resets, when a stream becomes
 //! visible, what closing loses. It adds what real networks only do by accident: [`MemoryNetwork::kill`],
-//! [`MemoryNetwork::partition`], [`MemoryNetwork::set_lag`],
-//! [`MemoryNetwork::set_pace`] and [`MemoryNetwork::mute`].
+//! [`MemoryNetwork::partition`],
+//! [`MemoryNetwork::set_lag`], [`MemoryNetwork::set_pace`], [`MemoryNetwork::mute`], [`MemoryNetwork::cut_one_way`] and
+//! [`MemoryNetwork::deliver_again`].
 
 mod link;
 mod pipe;
+mod tap;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -18,6 +20,9 @@ use crate::clock::Clock;
 
 use super::{ABANDONED, Address, Connection, NetError, Peer, Role, Transport, check_server};
 use link::{Link, MemoryConnection};
+use pipe::WINDOW_BYTES;
+pub use tap::Message;
+use tap::Tap;
 
 /// Connections that wait for [`Transport::accept`]; one more is turned away as busy.
 const BACKLOG: usize = 64;
@@ -63,6 +68,7 @@ impl Paces {
 struct State {
     lag: Option<Lag>,
     paces: Arc<Paces>,
+    tap: Option<Tap>,
     members: BTreeMap<String, Member>,
     links: Vec<Weak<Link>>,
     cuts: BTreeSet<(String, String)>,
@@ -152,8 +158,48 @@ impl MemoryNetwork {
         self.lock().paces.lock().insert(address.to_owned(), Pace::Mute);
     }
 
-    /// Ends the partition between two addresses. Broken connections stay broken.
+    /// Lets nothing pass from `from` to `to`: nothing leaves it on the connections that are there, though what it hears goes
+    /// on, and neither makes a new one. QUIC ends such a connection when it has been idle; see
+    /// [`MemoryNetwork::break_one_way`].
+    pub fn cut_one_way(&self, from: &str, to: &str) {
+        let mut state = self.lock();
+        state.cuts.insert(pair(from, to));
+        for link in state.links.iter().filter_map(Weak::upgrade).filter(|link| link.joins(to)) {
+            if let Some(side) = link.side_of(from) {
+                link.silence(side);
+            }
+        }
+    }
+
+    /// Breaks the connections between two addresses that are cut in one direction.
+    pub fn break_one_way(&self, a: &str, b: &str) {
+        self.lock().break_links(|link| link.joins(a) && link.joins(b) && link.is_silenced());
+    }
+
+    /// From now on `tap` is given each request that a node sends to another, on connections that are made later, when its
+    /// stream is let go.
+    pub fn set_tap(&self, tap: impl Fn(Message) + Send + Sync + 'static) {
+        self.lock().tap = Some(Tap(Arc::new(tap)));
+    }
+
+    /// Sends a request again, on a connection of its own, and returns when it was answered. Whoever sent it need not be there any
+    /// more. Errors when the receiver is not, or does not take it.
+    pub async fn deliver_again(&self, message: &Message) -> Result<(), NetError> {
+        let Message { from, from_address, to, chunks } = message;
+        let to = Address { host_port: to.clone(), node: None };
+        let connection = self.lock().link(from, from_address, &to, None)?;
+        let (mut send, mut recv) = connection.open_bi().await?;
+        for chunk in chunks {
+            send.write(chunk.clone()).await?;
+        }
+        send.finish().await?;
+        while recv.read(WINDOW_BYTES).await?.is_some() {}
+        Ok(())
+    }
+
+    /// Ends the partition between two addresses, also one of one direction. Broken connections stay broken.
     pub fn heal(&self, a: &str, b: &str) {
+        self.break_one_way(a, b);
         self.lock().cuts.remove(&pair(a, b));
     }
 
@@ -171,6 +217,44 @@ impl State {
             }
             other => other.is_some(),
         });
+    }
+}
+
+impl State {
+    /// A new connection between who is at `from_address` and the node at `to`.
+    fn link(
+        &mut self,
+        from: &Peer,
+        from_address: &str,
+        to: &Address,
+        tap: Option<Tap>,
+    ) -> Result<Arc<MemoryConnection>, NetError> {
+        let unreachable =
+            |reason: &str| NetError::Unreachable { to: to.to_string(), reason: reason.to_owned() };
+        if self.cuts.contains(&pair(from_address, &to.host_port)) {
+            return Err(unreachable("the network is partitioned"));
+        }
+        let member = match self.members.get(&to.host_port) {
+            Some(member) if member.peer.role == Role::Node => member,
+            _ => return Err(unreachable("nobody listens there")),
+        };
+        check_server(to, &member.peer)?;
+        let ends = [from_address.to_owned(), to.host_port.clone()];
+        let tap = tap.filter(|_| from.role == Role::Node);
+        let link = Link::new(ends, self.lag.clone(), self.paces.clone(), tap);
+        let (ours, theirs) = MemoryConnection::both_ends(&link, from.clone(), member.peer.clone());
+        match member.backlog.try_send(theirs) {
+            Ok(()) => {}
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                return Err(NetError::Busy { peer: to.to_string() });
+            }
+            Err(mpsc::error::TrySendError::Closed(_)) => {
+                return Err(unreachable("nobody listens there"));
+            }
+        }
+        self.links.retain(|link| link.strong_count() > 0);
+        self.links.push(Arc::downgrade(&link));
+        Ok(ours)
     }
 }
 
@@ -198,36 +282,12 @@ impl MemoryTransport {
 #[async_trait]
 impl Transport for MemoryTransport {
     async fn connect(&self, to: &Address) -> Result<Arc<dyn Connection>, NetError> {
-        let unreachable =
-            |reason: &str| NetError::Unreachable { to: to.to_string(), reason: reason.to_owned() };
         let mut state = self.network.lock();
         if !self.is_member(&state) {
             return Err(NetError::ShutDown);
         }
-        if state.cuts.contains(&pair(&self.address, &to.host_port)) {
-            return Err(unreachable("the network is partitioned"));
-        }
-        let member = match state.members.get(&to.host_port) {
-            Some(member) if member.peer.role == Role::Node => member,
-            _ => return Err(unreachable("nobody listens there")),
-        };
-        check_server(to, &member.peer)?;
-        let ends = [self.address.clone(), to.host_port.clone()];
-        let link = Link::new(ends, state.lag.clone(), state.paces.clone());
-        let (ours, theirs) =
-            MemoryConnection::both_ends(&link, self.peer.clone(), member.peer.clone());
-        match member.backlog.try_send(theirs) {
-            Ok(()) => {}
-            Err(mpsc::error::TrySendError::Full(_)) => {
-                return Err(NetError::Busy { peer: to.to_string() });
-            }
-            Err(mpsc::error::TrySendError::Closed(_)) => {
-                return Err(unreachable("nobody listens there"));
-            }
-        }
-        state.links.retain(|link| link.strong_count() > 0);
-        state.links.push(Arc::downgrade(&link));
-        Ok(ours)
+        let tap = state.tap.clone();
+        Ok(state.link(&self.peer, &self.address, to, tap)?)
     }
 
     async fn accept(&self) -> Option<Arc<dyn Connection>> {
@@ -255,6 +315,7 @@ impl Drop for MemoryTransport {
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
+    use futures_util::FutureExt;
 
     use super::*;
 
@@ -309,6 +370,56 @@ mod tests {
         network.heal("a", "b");
         assert!(a_b.is_closed());
         a.connect(&to("b")).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_cut_in_one_direction_parts_hearing_from_being_heard() {
+        let network = MemoryNetwork::new();
+        let (a, b) = (join(&network, Role::Node, "a"), join(&network, Role::Node, "b"));
+        let at_b = b.connect(&to("a")).await.unwrap();
+        let at_a = a.accept().await.unwrap();
+        let (mut ask, mut answer) = at_b.open_bi().await.unwrap();
+        ask.write(Bytes::from_static(b"before")).await.unwrap();
+        let (mut reply, mut asked) = at_a.accept_bi().await.unwrap();
+        network.cut_one_way("a", "b");
+        ask.write(Bytes::from_static(b", after")).await.unwrap();
+        ask.finish().await.unwrap();
+        assert!(reply.write(Bytes::from_static(b"lost")).now_or_never().is_none());
+        assert_eq!(asked.read(99).await.unwrap().unwrap(), "before");
+        assert_eq!(asked.read(99).await.unwrap().unwrap(), ", after");
+        assert!(is_unreachable(&a, "b").await && is_unreachable(&b, "a").await);
+        network.heal("a", "b");
+        assert_eq!(answer.read(99).await, Err(NetError::Reset { code: ABANDONED }));
+        b.connect(&to("a")).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn requests_between_nodes_can_come_again() {
+        let network = MemoryNetwork::new();
+        let (a, b) = (join(&network, Role::Node, "a"), join(&network, Role::Node, "b"));
+        let client = join(&network, Role::Client, "c");
+        let (sender, mut kept) = mpsc::unbounded_channel();
+        network.set_tap(move |message| sender.send(message).unwrap());
+        for from in [&client, &b] {
+            let connection = from.connect(&to("a")).await.unwrap();
+            let (mut send, _recv) = connection.open_bi().await.unwrap();
+            send.write(Bytes::from_static(b"an order")).await.unwrap();
+            a.accept().await.unwrap();
+        }
+        let message = kept.recv().await.unwrap();
+        assert!(kept.try_recv().is_err());
+        drop(b);
+        let again = async {
+            let connection = a.accept().await.unwrap();
+            let (mut send, mut recv) = connection.accept_bi().await.unwrap();
+            let request = recv.read(99).await.unwrap().unwrap();
+            send.finish().await.unwrap();
+            (connection.peer().name.to_string(), request)
+        };
+        let (delivered, (from, request)) = tokio::join!(network.deliver_again(&message), again);
+        delivered.unwrap();
+        assert_eq!((from.as_str(), &request[..]), ("b", &b"an order"[..]));
+        assert!(kept.try_recv().is_err(), "what comes again is not copied again");
     }
 
     #[tokio::test]

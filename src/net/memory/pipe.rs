@@ -9,9 +9,10 @@ use tokio::sync::{Notify, OwnedSemaphorePermit};
 
 use super::super::{ABANDONED, NetError, RecvStream, SendStream};
 use super::link::{Hold, Outgoing};
+use super::tap::Copied;
 
 /// How far a writer may be ahead of its reader.
-const WINDOW_BYTES: usize = 256 << 10;
+pub(super) const WINDOW_BYTES: usize = 256 << 10;
 
 /// A queue between one writer and one reader.
 pub(super) struct Pipe {
@@ -108,6 +109,8 @@ pub(super) struct MemorySend {
     hold: Arc<Hold>,
     /// Until the first use: what to show to the other side.
     hidden: Option<(Arc<Outgoing>, u64)>,
+    /// A copy of what is sent, if somebody wants it.
+    pub(super) copied: Option<Copied>,
     ended: bool,
 }
 
@@ -118,7 +121,7 @@ impl MemorySend {
         hold: Arc<Hold>,
         hidden: Option<(Arc<Outgoing>, u64)>,
     ) -> Self {
-        Self { pipe, hold, hidden, ended: false }
+        Self { pipe, hold, hidden, copied: None, ended: false }
     }
 
     async fn push(&mut self, mut part: Bytes) -> Result<(), NetError> {
@@ -153,6 +156,9 @@ impl SendStream for MemorySend {
             return Err(NetError::Ended);
         }
         self.hold.lag().await;
+        if let Some(copied) = &mut self.copied {
+            copied.add(&chunk);
+        }
         loop {
             let part = self.hold.paced(&mut chunk).await?;
             self.push(part).await?;
@@ -230,12 +236,16 @@ impl RecvStream for MemoryRecv {
 
     fn stop(&mut self, code: u32) {
         self.stopped = true;
-        self.pipe.stop(code);
+        if !self.hold.is_mute() {
+            self.pipe.stop(code);
+        }
     }
 }
 
 impl Drop for MemoryRecv {
     fn drop(&mut self) {
-        self.pipe.stop(ABANDONED);
+        if !self.hold.is_mute() {
+            self.pipe.stop(ABANDONED);
+        }
     }
 }

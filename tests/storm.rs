@@ -29,7 +29,7 @@ const SEEDS: u64 = 30;
 /// One storm. Gives everything that lasts at its end.
 async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     let schedule = Schedule::of(seed);
-    let world = World::simulated(schedule.nodes, &CODES, BLOCK, seed).await;
+    let world = World::with_wrong_clocks(schedule.nodes, &CODES, BLOCK, seed).await;
     if schedule.is_lost {
         world.until_acquainted().await;
     }

@@ -69,13 +69,19 @@ impl Node {
         }
         self.check_epoch(generation.epoch).await?;
         self.admit_save(shard, generation).await?;
-        let mark = self.on_store(move |store| store.get_small(Scope::Shard(shard), MARK)).await?;
-        match mark {
-            Some(_) => Err(failure(
+        // Owners are given what is committed only: their orders say it as well as a mark, which not every node has.
+        let settled = self.on_store(move |store| {
+            let scope = Scope::Shard(shard);
+            let is_settled =
+                store.get_small(scope, MARK)?.is_some() || store.get_small(scope, FENCE)?.is_some();
+            Ok::<_, StoreError>(is_settled)
+        });
+        match settled.await? {
+            true => Err(failure(
                 Kind::Denied,
                 format!("shard {shard} is committed: it does not change"),
             )),
-            None => Ok(()),
+            false => Ok(()),
         }
     }
 

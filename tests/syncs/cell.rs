@@ -105,7 +105,7 @@ impl Cell {
 
 /// Plays the scenario, with the fault as `cell` says. Gives the changes of each machine during the scenario.
 pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
-    let mut world = World::simulated(NODES, &CODES, BLOCK, 0).await;
+    let mut world = World::with_wrong_clocks(NODES, &CODES, BLOCK, 0).await;
     let changes =
         |world: &World| -> Vec<u64> { world.machines.iter().map(|m| m.power.changes()).collect() };
     let ledger = Shared::default();

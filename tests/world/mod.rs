@@ -141,16 +141,34 @@ impl World {
 
     /// One that a single-threaded runtime with paused time plays the same way each time.
     pub async fn simulated(count: usize, codes: &[(u8, u8)], block_bytes: u64, seed: u64) -> Self {
+        let mut world = Self::simulation(count, codes, block_bytes, seed);
+        world.power_on().await;
+        world
+    }
+
+    /// The same, and no machine's and no client's date and clock is right.
+    pub async fn with_wrong_clocks(
+        count: usize,
+        codes: &[(u8, u8)],
+        block_bytes: u64,
+        seed: u64,
+    ) -> Self {
+        let mut world = Self::simulation(count, codes, block_bytes, seed);
+        world.wrong_clocks = true;
+        for (index, machine) in (0..).zip(&mut world.machines) {
+            machine.time = Arc::new(MachineTime::drawn(seed << 32 | (3 << 29) | index));
+        }
+        world.power_on().await;
+        world
+    }
+
+    fn simulation(count: usize, codes: &[(u8, u8)], block_bytes: u64, seed: u64) -> Self {
         let mut world = Self::assemble(count, codes, block_bytes, 256 << 20);
         (world.seed, world.workers) = (seed, Workers::inline());
         let (coin, max) = (SeededEntropy::new(seed << 32 | (1 << 30)), world.lag_ms.clone());
         let draw = move || Duration::from_millis(coin.below(max.load(Ordering::Relaxed) + 1));
         world.network.set_lag(Arc::new(MachineTime::default()).clock(), draw);
-        (world.wrong_clocks, world.echo) = (true, Echo::of(&world.network));
-        for (index, machine) in (0..).zip(&mut world.machines) {
-            machine.time = Arc::new(MachineTime::drawn(seed << 32 | (3 << 29) | index));
-        }
-        world.power_on().await;
+        world.echo = Echo::of(&world.network);
         world
     }
 

@@ -10,7 +10,7 @@ use super::Node;
 use super::census::node_address;
 use super::waits::grown;
 use super::walk::Walk;
-use crate::catalogue::records::{CHECKPOINTS, ORPHANS, ROOTS, STATES, orphan_key, parse};
+use crate::catalogue::records::{CHECKPOINTS, NODES, ORPHANS, ROOTS, STATES, orphan_key, parse};
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
@@ -26,7 +26,8 @@ const COMPARED_A_ROUND: usize = 1;
 #[derive(Default)]
 struct Compared {
     epoch: Epoch,
-    nodes: BTreeSet<PeerName>,
+    /// With the revision of its record: one that has left the list and come back has another.
+    nodes: BTreeMap<PeerName, u64>,
     waiting: BTreeMap<SaveId, Unknown>,
 }
 
@@ -110,13 +111,23 @@ impl Node {
             *compared = Compared { epoch, ..Compared::default() };
             self.kept().clear();
         }
-        let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
-        let storage: Vec<NodeRecord> = nodes.filter(|node| node.storage).collect();
-        compared.nodes.retain(|name| storage.iter().any(|node| node.name == *name));
+        let mut storage: Vec<NodeRecord> = Vec::new();
+        let mut fresh = Vec::new();
+        let mut nodes = Walk::over(catalogue, NODES);
+        while let Some((key, entry)) = nodes.next().await? {
+            let node: NodeRecord = parse(&key, &entry.value)?;
+            if node.storage {
+                if compared.nodes.get(&node.name) != Some(&entry.revision) {
+                    fresh.push((node.clone(), entry.revision));
+                }
+                storage.push(node);
+            }
+        }
+        compared.nodes.retain(|name, _| storage.iter().any(|node| node.name == *name));
         let mut looks = 0;
-        for node in &storage {
-            if looks == COMPARED_A_ROUND || compared.nodes.contains(&node.name) {
-                continue;
+        for (node, revision) in &fresh {
+            if looks == COMPARED_A_ROUND {
+                break;
             }
             let Ok(held) = self.saves_on(node).await else { continue };
             looks += 1;
@@ -125,7 +136,7 @@ impl Node {
             for save in held.difference(&known) {
                 compared.waiting.entry(*save).or_default();
             }
-            compared.nodes.insert(node.name.clone());
+            compared.nodes.insert(node.name.clone(), *revision);
         }
         let now = self.clock.now();
         let due = compared.waiting.iter().filter(|(_, unknown)| unknown.due <= now);

@@ -13,7 +13,7 @@ use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Attempt, Epoch, Generation, MapId, NodeId, Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
-use rapidraid::store::{BlockSpec, Disk, PieceSpec, Scope};
+use rapidraid::store::{BlockSpec, Disk, Kv, PieceSpec, Scope};
 use rapidraid::wire::calls::{
     ArchiveEvent, Drop, Fetch, PlanChoice, PutMark, PutReceipt, PutTombstone, Read, ReadAnswer, Run,
 };
@@ -220,7 +220,9 @@ async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("2 of 6 storage nodes"), "{refused}");
     assert!(world.nodes.values().all(|node| !node.serves()));
-    assert!(world.machines[1].catalogue.get().is_none());
+    // A map without entries, and without an epoch.
+    let map = world.machines[1].catalogue.get().unwrap();
+    assert!(map.scan(b"", None, 10).unwrap().is_empty());
     for machine in &world.machines[3..=6] {
         machine.disk.set_guard(|_| true);
     }

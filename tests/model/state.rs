@@ -159,7 +159,8 @@ impl State {
             return Err(None);
         }
         self.admit(shard.save(), generation.epoch)?;
-        if self.has(&of_shard(shard, "commit")) { refused(Kind::Denied) } else { Ok(()) }
+        let is_settled = ["commit", "fence"].iter().any(|name| self.has(&of_shard(shard, name)));
+        if is_settled { refused(Kind::Denied) } else { Ok(()) }
     }
 
     fn admit_order(&mut self, shard: ShardId, generation: Generation, holder: NodeId) -> Answer {

@@ -63,7 +63,7 @@ pub enum Command {
     Verify(Named),
     /// Show the nodes: which live, what they hold and use
     Status(Status),
-    /// Make a lost catalogue again
+    /// Make a lost catalogue again, or move it
     #[command(subcommand)]
     Catalogue(Catalogue),
     /// List, show, search and certify erasure codes

@@ -308,6 +308,7 @@ impl Node {
     }
 
     pub(super) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
+        self.still_replicated(call.stripe).await?;
         let copied = self.copy_replica(&call).await;
         let is_bad = |error: &Failure| matches!(error.kind, Kind::Corrupt | Kind::NotFound);
         if copied.as_ref().is_err_and(is_bad) {
@@ -317,7 +318,8 @@ impl Node {
             let _ = self.caller.call(&call.from, &suspect).await;
         }
         copied?;
-        self.still_wanted(call.stripe.shard.save()).await
+        self.still_wanted(call.stripe.shard.save()).await?;
+        self.still_replicated(call.stripe).await
     }
 
     async fn copy_replica(&self, call: &Fetch) -> Result<(), Failure> {

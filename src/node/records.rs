@@ -159,6 +159,15 @@ impl Node {
     }
 
     /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
+    /// For an order that comes late, or again: refuses it when the stripe is archived, and drops what it may have made by then.
+    pub(super) async fn still_replicated(&self, stripe: StripeId) -> Result<(), Failure> {
+        let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
+        let state = state.and_then(|(state, _)| state.stripe(stripe.index));
+        let Some(StripeState::Archived { attempt, generation, .. }) = state else { return Ok(()) };
+        self.drop_replicas(Drop { stripe, attempt, generation }).await?;
+        Err(failure(Kind::Fenced, format!("stripe {stripe} is archived: it needs no replicas")))
+    }
+
     pub(super) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
         let stripe = call.stripe;
         // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use rapidraid::client::Client;
 use rapidraid::format::file::FileName;
 use rapidraid::id::{Step, StripeId};
 use rapidraid::plan::Output;
@@ -96,18 +97,23 @@ async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
         assert!(error.to_string().contains(&name), "{error}");
         world.kill(silent).await;
         world.boot(silent);
-        let archived = || {
-            world.files(|path| path.ends_with(".rep")).is_empty()
-                && world.catalogue_keys("a/").is_empty()
-        };
-        world.until("the archiving", archived).await;
-        let held = world.assert_invariant(&client, 1).await;
-        assert_eq!((held.archived, held.pieces, held.replicas), (1, 4, 0));
-        let (out, _) = restore(&client, 1).await.unwrap();
-        assert!(read_file(&*out, "weights") == bytes);
-        world.assert_idle().await;
+        until_archived(&world, &client, &bytes).await;
     }
     assert_eq!(seen, 3);
+}
+
+/// Until the one stripe of step 1 is archived, which is then four pieces and nothing else, and reads as `bytes`.
+async fn until_archived(world: &World, client: &Client, bytes: &[u8]) {
+    let archived = || {
+        world.files(|path| path.ends_with(".rep")).is_empty()
+            && world.catalogue_keys("a/").is_empty()
+    };
+    world.until("the archiving", archived).await;
+    let held = world.assert_invariant(client, 1).await;
+    assert_eq!((held.archived, held.pieces, held.replicas), (1, 4, 0));
+    let (out, _) = restore(client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == bytes);
+    world.assert_idle().await;
 }
 
 /// A coordinator dies when the first receipt is durable; then, if it is so, a piece is lost. How often nodes ran a part of the plan in
@@ -138,16 +144,7 @@ async fn runs_with_a_takeover(loses_a_piece: bool) -> usize {
         let is_piece = |info: &&FileInfo| matches!(info.key().name, FileName::Piece { .. });
         assert!(store.remove(files.iter().find(is_piece).unwrap().key()).unwrap());
     }
-    let archived = || {
-        world.files(|path| path.ends_with(".rep")).is_empty()
-            && world.catalogue_keys("a/").is_empty()
-    };
-    world.until("the archiving", archived).await;
-    let held = world.assert_invariant(&client, 1).await;
-    assert_eq!((held.archived, held.pieces, held.replicas), (1, 4, 0));
-    let (out, _) = restore(&client, 1).await.unwrap();
-    assert!(read_file(&*out, "weights") == bytes);
-    world.assert_idle().await;
+    until_archived(&world, &client, &bytes).await;
     world.requests.of::<Run>().len()
 }
 

@@ -2,6 +2,7 @@
 //! archivings whose coordinator is gone.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -115,6 +116,7 @@ impl Node {
                         }
                     }
                     if !told {
+                        self.has_returned.store(true, Ordering::Relaxed);
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;

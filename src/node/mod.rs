@@ -14,6 +14,7 @@ mod failure;
 mod gateway;
 mod hosting;
 mod inventory;
+mod leftovers;
 mod marks;
 mod membership;
 mod moving;
@@ -28,6 +29,7 @@ mod waits;
 mod walk;
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -184,6 +186,8 @@ pub struct Node {
     policy: Mutex<policy::Desk>,
     kept: Mutex<BTreeMap<SaveId, orphans::Kept>>,
     away: away::Away,
+    /// It has come back to the list of nodes, and may have missed orders.
+    has_returned: AtomicBool,
     segmentation_offload: bool,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -247,6 +251,7 @@ impl Node {
             policy,
             kept: Mutex::default(),
             away: away::Away::default(),
+            has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
@@ -257,6 +262,7 @@ impl Node {
         node.spawn(Self::keep_hosting);
         node.spawn(Self::collect);
         node.spawn(Self::keep_orphans);
+        node.spawn(Self::keep_tidy);
         Ok(node)
     }
 

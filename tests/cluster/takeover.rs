@@ -186,6 +186,42 @@ async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_see
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_nobody_asks_a_node_to_drop_goes_all_the_same() {
+    let mut world = World::start(8, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    for step in 1..=2 {
+        save(&client, step, &[("weights", &content(LEN, step))]).await;
+    }
+    let is_replica = |path: &str| path.ends_with(".rep");
+    let newer = client.list(None).await.unwrap().remove(1).saved.save.to_string();
+    let kept = world.files(|path| is_replica(path) && path.contains(&newer));
+    let (holder, left) = world.files(|path| is_replica(path) && !path.contains(&newer)).remove(0);
+    let bytes = read_file(&*world.machines[holder].disk, &left);
+    client.archive(&job(), Some(Step(1)), one_by_one(), &mut |_| ()).await.unwrap();
+    assert_eq!(world.files(is_replica), kept);
+
+    // Nodes that were spares of an archiving that stopped, and away since: one has a piece of the stripe, others have nothing of it.
+    let folder = left.rsplit_once("block-").unwrap().0;
+    for spare in (0..8).filter(|spare| *spare != holder) {
+        world.kill(spare).await;
+        let disk = &world.machines[spare].disk;
+        for (end, _) in folder.match_indices('/') {
+            disk.create_dir(&folder[..end]).unwrap();
+        }
+        disk.create_new(&left).unwrap().write_at(&bytes, 0).unwrap();
+        world.boot(spare);
+    }
+    assert_eq!(world.files(|path| path == left).len(), 7);
+    world.until("they are dropped", || world.files(|path| path == left).is_empty()).await;
+    tokio::time::sleep(10 * world.lease).await;
+    assert_eq!(world.files(is_replica), kept, "what is replicated stays");
+    let held = world.assert_invariant(&client, 1).await;
+    assert_eq!((held.archived, held.pieces), (STRIPES, 4 * STRIPES));
+    assert_exact(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_block_both_of_whose_nodes_are_away_waits_for_them() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of(0);

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::net::memory::{MemoryNetwork, Message};
+use tokio::task::JoinSet;
 
 /// Requests of one kind that are kept, the first of all and the last.
 const KEPT: usize = 32;
@@ -43,13 +44,15 @@ impl Echo {
         kinds.get(coin.below(kinds.len() as u64) as usize).cloned()
     }
 
-    /// Sends one again after each pause of up to `max_pause_ms`, until it is dropped.
+    /// Sends one again after each pause of up to `max_pause_ms`, until it is dropped, and what is under way then with it.
     pub async fn run(self, network: Arc<MemoryNetwork>, coin: SeededEntropy, max_pause_ms: u64) {
+        let mut under_way = JoinSet::new();
         loop {
             tokio::time::sleep(Duration::from_millis(1 + coin.below(max_pause_ms))).await;
             if let Some(message) = self.pick(&coin) {
-                tokio::spawn(again(network.clone(), message));
+                under_way.spawn(again(network.clone(), message));
             }
+            while under_way.try_join_next().is_some() {}
         }
     }
 

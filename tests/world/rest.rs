@@ -1,12 +1,15 @@
 //! A cluster that has come to rest: what is left half done goes on until nothing is left, and then everything is as the ledger has it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use rapidraid::catalogue::records::{Archiving, parse};
 use rapidraid::client::Client;
-use rapidraid::format::records::{Checkpoint, Record, Writing};
-use rapidraid::id::{SaveId, Step};
-use rapidraid::store::Kv;
+use rapidraid::format::file::FileName;
+use rapidraid::format::records::{
+    Checkpoint, PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState, Writing,
+};
+use rapidraid::id::{SaveId, Step, StripeId};
+use rapidraid::store::{Kv, Scope, Store};
 use rapidraid::wire::calls::PlanChoice;
 
 use super::ledger::Ledger;
@@ -71,6 +74,49 @@ impl World {
         self.assert_idle().await;
     }
 
+    /// The files of a step's archived stripes that no receipt of the attempt that counts ascribes to their node, there.
+    fn unexplained(&self, step: u64) -> Vec<String> {
+        let images = self.machines[1..].iter().map(Machine::after_power_cut);
+        let found = self.committed(step).unwrap();
+        let of_shard = |store: &Store, root: &ShardRoot, state: &ShardState| {
+            let archived = (0..).zip(state.states()).filter_map(|(index, state)| match state {
+                StripeState::Archived { attempt, .. } => Some((index, attempt)),
+                _ => None,
+            });
+            let mut left = Vec::new();
+            for (index, attempt) in archived {
+                let stripe = StripeId { shard: root.shard, index };
+                let name = format!("receipt-{attempt}");
+                let receipt = store.get_small(Scope::Stripe(stripe), &name).unwrap();
+                let pieces =
+                    receipt.map_or(Vec::new(), |bytes| Receipt::parse(&bytes).unwrap().pieces);
+                let is_ours = |name: FileName| {
+                    pieces.iter().any(|piece| {
+                        piece.node == store.node()
+                            && match piece.form {
+                                PieceForm::File => {
+                                    name == FileName::Piece { piece: piece.piece, attempt }
+                                }
+                                PieceForm::Replica { block } => name == FileName::Replica { block },
+                            }
+                    })
+                };
+                let files = store.find(stripe).unwrap().into_iter().map(|info| info.key());
+                let files = files.filter(|key| !is_ours(key.name));
+                left.extend(files.map(|key| format!("{key} on {}", store.node())));
+            }
+            left
+        };
+        images
+            .flat_map(|store| {
+                found
+                    .iter()
+                    .flat_map(|(root, state)| of_shard(&store, root, state))
+                    .collect::<Vec<_>>()
+            })
+            .collect()
+    }
+
     /// Archives what is committed, now that everybody is there, and checks that nothing but the pieces stays. Where a file has
     /// `rotted` a piece may be gone, and replicas stay for it: nothing makes pieces again.
     pub async fn assert_archivable(&self, client: &Client, ledger: &mut Ledger, rotted: bool) {
@@ -82,17 +128,10 @@ impl World {
             assert!(archived.undropped == 0 || rotted, "step {}: {archived:?}", view.step);
             let held = self.assert_invariant(client, view.step.0).await;
             assert_eq!(held.archived, held.stripes, "step {}", view.step);
-            let save = view.saved.save.to_string();
-            // A spare that was given a replica, and was away when its place went to another one, is asked by nobody: on nodes
-            // without a piece a replica may stay until the step is removed (docs/durability-bugs.md).
-            let pieces = self.files(|path| path.contains(&save) && path.ends_with(".pc"));
-            let folder = |(machine, path): &(usize, String)| -> (usize, String) {
-                (*machine, path.rsplit_once('/').unwrap().0.to_owned())
-            };
-            let pieces: BTreeSet<_> = pieces.iter().map(folder).collect();
-            let mut files = self.files(|path| path.contains(&save) && path.ends_with(".rep"));
-            files.retain(|file| pieces.contains(&folder(file)));
-            assert!(files.is_empty() || rotted, "replicas of step {}: {files:?}", view.step);
+            // A node that was away when its replica was ordered to be dropped, and that no record names, finds it itself.
+            let left = || self.unexplained(view.step.0);
+            let dropped = || rotted || left().is_empty();
+            self.until_or("the replicas are dropped", dropped, || format!("{:?}", left())).await;
         }
         self.assert_rest(client, ledger, rotted).await;
         assert_eq!(client.list(None).await.unwrap().len(), listed.len());

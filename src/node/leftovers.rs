@@ -1,0 +1,255 @@
+//! Files of a stripe that nobody asks this node to drop. It was a spare of an archiving that stopped, say, and was away when the next one,
+//! which went by other nodes, ordered its drops: no record names it any more (docs/semantics.md, 4.8).
+//!
+//! A node walks over what it holds, a part in each lease period, and drops such files on the evidence that it wants for any drop: the
+//! catalogue's word that the stripe is archived and its replicas are dropped, and the receipt. It begins with every stripe whenever it has
+//! come back to the list of nodes; after that it asks only about those with a file that no receipt here ascribes to it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Node;
+use super::marks::{RECEIPT_PREFIX, receipt_name};
+use crate::catalogue::Catalogue;
+use crate::catalogue::records::{read, root_key, state_key};
+use crate::format::file::FileName;
+use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
+use crate::id::{Attempt, ShardId, StripeId};
+use crate::kind::Kind;
+use crate::pipeline::records;
+use crate::stage::{Stage, about_to};
+use crate::store::{Scope, Store, StoreError};
+use crate::wire::Failure;
+use crate::wire::calls::Drop;
+
+/// Stripes, and shards without any, that are looked at in a lease period.
+const LOOKED_AT: usize = 256;
+
+/// How far the walk has come: behind this shard, or behind this stripe in it.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Cursor {
+    shard: Option<ShardId>,
+    stripe: Option<u32>,
+}
+
+/// Which receipts explain a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// None: every file is in question.
+    Nothing,
+    /// Any that is here.
+    AnyReceipt,
+    /// That of this attempt.
+    Attempt(Attempt),
+}
+
+impl Node {
+    /// Walks round and round.
+    pub(super) async fn keep_tidy(self: Arc<Self>) {
+        let (mut cursor, mut by) = (Cursor::default(), By::Nothing);
+        loop {
+            self.clock.sleep(self.settings.lease).await;
+            if self.has_returned.swap(false, Ordering::Relaxed) {
+                (cursor, by) = (Cursor::default(), By::Nothing);
+            }
+            let found = self.on_store(move |store| unexplained(store, by, cursor, LOOKED_AT)).await;
+            let (stripes, next) = match found {
+                Ok(found) => found,
+                Err(error) => {
+                    tracing::warn!(%error, "looking for files that nobody needs");
+                    continue;
+                }
+            };
+            cursor = next;
+            if cursor == Cursor::default() {
+                by = By::AnyReceipt;
+            }
+            for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
+                if let Err(error) = self.drop_left(of_shard).await {
+                    tracing::info!(%error, "files that may be left over stay for now");
+                }
+            }
+        }
+    }
+
+    /// Drops what is not needed of these stripes, which are of one shard.
+    async fn drop_left(&self, stripes: &[StripeId]) -> Result<(), Failure> {
+        let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
+        let catalogue = self.catalogue();
+        let Some((state, _)) = read::<ShardState>(&*catalogue, &state_key(shard)).await? else {
+            return Ok(());
+        };
+        for &stripe in stripes {
+            // As long as not all are dropped a coordinator goes on with it.
+            let archived = state.stripe(stripe.index);
+            let Some(StripeState::Archived { attempt, generation, dropped: true, .. }) = archived
+            else {
+                continue;
+            };
+            let by = By::Attempt(attempt);
+            if !self.on_store(move |store| is_unexplained(store, stripe, by)).await? {
+                continue;
+            }
+            let call = Drop { stripe, attempt, generation };
+            let mut dropped = self.drop_replicas(call.clone()).await;
+            if dropped.as_ref().is_err_and(|failure| failure.kind == Kind::NotFound) {
+                self.bring_receipt(&*catalogue, &call).await?;
+                dropped = self.drop_replicas(call).await;
+            }
+            tracing::info!(%stripe, files = dropped?.files, "dropped what was left over");
+        }
+        Ok(())
+    }
+
+    /// The receipt of an archived stripe from a node that has it.
+    async fn bring_receipt(&self, catalogue: &dyn Catalogue, of: &Drop) -> Result<(), Failure> {
+        let Drop { stripe, attempt, .. } = *of;
+        let (shard, save) = (stripe.shard, stripe.shard.save());
+        let root = read::<ShardRoot>(catalogue, &root_key(save, shard.index())).await?;
+        let Some((root, _)) = root else { return Ok(()) };
+        let directory = self.coordinator().directory().await?;
+        let receipt =
+            records::receipt(&self.caller, &directory, &root, (stripe.index, &[]), attempt).await?;
+        let bytes = receipt.to_bytes()?;
+        self.on_store(move |store| {
+            about_to(Stage::Receipt, stripe);
+            store.put_small(Scope::Stripe(stripe), &receipt_name(attempt), &bytes)
+        })
+        .await?;
+        self.still_wanted(save).await
+    }
+}
+
+/// Up to `limit` stripes from behind `after` on with a file here that is not explained; and how far that is. Behind the last it begins
+/// anew.
+fn unexplained(
+    store: &Store,
+    by: By,
+    after: Cursor,
+    limit: usize,
+) -> Result<(Vec<StripeId>, Cursor), StoreError> {
+    let mut found = Vec::new();
+    let mut room = limit;
+    let rest = after.shard.filter(|_| after.stripe.is_some()).into_iter();
+    for shard in rest.chain(store.shards(after.shard)?) {
+        let behind = after.stripe.filter(|_| after.shard == Some(shard));
+        let stripes = store.list_stripes(shard, behind, room)?;
+        for &stripe in &stripes {
+            if is_unexplained(store, stripe, by)? {
+                found.push(stripe);
+            }
+        }
+        if let Some(last) = stripes.last().filter(|_| stripes.len() == room) {
+            return Ok((found, Cursor { shard: Some(shard), stripe: Some(last.index) }));
+        }
+        room -= stripes.len().max(1);
+        if room == 0 {
+            return Ok((found, Cursor { shard: Some(shard), stripe: None }));
+        }
+    }
+    Ok((found, Cursor::default()))
+}
+
+/// Whether a file of the stripe is here that these receipts do not ascribe to this node.
+fn is_unexplained(store: &Store, stripe: StripeId, by: By) -> Result<bool, StoreError> {
+    let scope = Scope::Stripe(stripe);
+    let names = match by {
+        By::Nothing => Vec::new(),
+        By::AnyReceipt => store.list_small(scope)?.into_iter().map(|(name, _)| name).collect(),
+        By::Attempt(attempt) => vec![receipt_name(attempt)],
+    };
+    let mut ours = Vec::new();
+    for name in names.iter().filter(|name| name.starts_with(RECEIPT_PREFIX)) {
+        // One that does not parse explains nothing.
+        let receipt = store.get_small(scope, name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
+        let Some(Receipt { attempt, pieces, .. }) = receipt else { continue };
+        let pieces = pieces.into_iter().filter(|piece| piece.node == store.node());
+        ours.extend(pieces.map(|piece| match piece.form {
+            PieceForm::File => FileName::Piece { piece: piece.piece, attempt },
+            PieceForm::Replica { block } => FileName::Replica { block },
+        }));
+    }
+    Ok(store.find(stripe)?.iter().any(|info| !ours.contains(&info.content.name())))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::code::CodeId;
+    use crate::format::records::ReceiptPiece;
+    use crate::id::{ClusterId, Generation, NodeId};
+    use crate::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+
+    fn write_replica(store: &Store, stripe: StripeId, block: u8) {
+        let spec = BlockSpec { stripe, block, layout: 1, len_bytes: 3 };
+        let mut writer = store.write_block(spec, None).unwrap();
+        writer.write(b"abc").unwrap();
+        writer.finish(None).unwrap();
+    }
+
+    fn write_receipt(store: &Store, stripe: StripeId, node: NodeId, block: u8) {
+        let attempt = Attempt([9; 16]);
+        let form = PieceForm::Replica { block };
+        let receipt = Receipt {
+            cluster: store.cluster(),
+            stripe,
+            attempt,
+            generation: Generation::default(),
+            code: CodeId(1),
+            pieces: vec![ReceiptPiece { piece: block, node, form, root: [0; 32] }],
+        };
+        let bytes = receipt.to_bytes().unwrap();
+        store.put_small(Scope::Stripe(stripe), &receipt_name(attempt), &bytes).unwrap();
+    }
+
+    #[test]
+    fn each_file_without_a_receipt_comes_once_a_round_whatever_the_step() {
+        let disk = MemoryDisk::new(1 << 20);
+        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
+        let (kv, cluster) = (Arc::new(MemoryKv::new()), ClusterId([1; 16]));
+        let (store, _) = Store::open(Arc::new(disk), lock, kv, cluster, &name).unwrap();
+        let (mut all, mut unreceipted) = (BTreeSet::new(), BTreeSet::new());
+        for shard in 1..=4 {
+            for index in 0..u32::from(shard) {
+                let stripe = StripeId { shard: ShardId([shard; 16]), index };
+                write_replica(&store, stripe, 1);
+                match index {
+                    0 => write_receipt(&store, stripe, store.node(), 1),
+                    // Another's piece, or another block.
+                    1 => write_receipt(&store, stripe, NodeId(7), 1),
+                    2 => write_receipt(&store, stripe, store.node(), 0),
+                    _ => {}
+                }
+                all.insert((stripe.shard, index));
+                if index > 0 {
+                    unreceipted.insert((stripe.shard, index));
+                }
+            }
+        }
+        let (of, another) = (By::Attempt(Attempt([9; 16])), By::Attempt(Attempt([8; 16])));
+        let cases = [
+            (By::Nothing, &all),
+            (By::AnyReceipt, &unreceipted),
+            (of, &unreceipted),
+            (another, &all),
+        ];
+        for ((by, expected), limit) in
+            cases.into_iter().flat_map(|case| (1..12).map(move |l| (case, l)))
+        {
+            let (mut found, mut cursor) = (Vec::new(), Cursor::default());
+            loop {
+                let (stripes, next) = unexplained(&store, by, cursor, limit).unwrap();
+                assert!(stripes.len() <= limit);
+                found.extend(stripes.iter().map(|stripe| (stripe.shard, stripe.index)));
+                cursor = next;
+                if cursor == Cursor::default() {
+                    break;
+                }
+            }
+            assert_eq!(found.len(), expected.len(), "{by:?} {limit}");
+            assert_eq!(&BTreeSet::from_iter(found), expected, "{by:?} {limit}");
+        }
+    }
+}

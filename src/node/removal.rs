@@ -17,7 +17,7 @@ use crate::catalogue::records::{
     Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
-use crate::format::records::{Checkpoint, Record, Removing, ShardState, Tombstone};
+use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::address;
@@ -55,6 +55,10 @@ impl Node {
         entry: &Removing,
     ) -> Result<Removed, Failure> {
         let what = format!("{job}/{step}");
+        if entry.reason != RemoveReason::Aborted {
+            // A catalogue that was rebuilt meanwhile may have it as committed again, by its marks.
+            self.unpublish(job, step, Some(entry.save), entry.reason).await?;
+        }
         let answer = self.bury(&what, entry, usize::MAX).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
@@ -159,6 +163,8 @@ impl Node {
         let key = checkpoint_key(job, step);
         while let Some((mut checkpoint, revision)) = read::<Checkpoint>(catalogue, &key).await? {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
+            // As above: nothing of it is anywhere now.
+            checkpoint.committed.take_if(|saved| saved.save == entry.save);
             let value = if checkpoint == Checkpoint::default() {
                 None
             } else {

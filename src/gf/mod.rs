@@ -6,14 +6,17 @@
 //! Which coefficients make a good code is left to the floor above.
 
 pub mod field;
+pub mod field16;
 pub mod fingerprint;
 pub mod kernel;
 mod matrix;
+mod matrix16;
 
 pub use fingerprint::{Fingerprint, FingerprintKey};
 pub use kernel::{Kernel, Mode};
 pub use matrix::Matrix;
 pub(crate) use matrix::add_scaled;
+pub use matrix16::Matrix16;
 
 use crate::kind::Kind;
 
@@ -47,7 +50,7 @@ pub enum GfError {
         "{side} {index} has {actual} bytes, the first input has {expected}: cut all to one length"
     )]
     Length {
-        /// `"input"` or `"output"`.
+        /// `"stream"`, `"input"` or `"output"`.
         side: &'static str,
         /// Which of them, from 0.
         index: usize,
@@ -55,6 +58,26 @@ pub enum GfError {
         expected: usize,
         /// Its own length.
         actual: usize,
+    },
+    /// Symbols of two bytes do not come out even.
+    #[error("{bytes} bytes are no whole number of 16-bit symbols: cut buffers to an even length")]
+    OddLength {
+        /// Bytes given.
+        bytes: usize,
+    },
+    /// More than one pass can do, and a second would read what the first has overwritten.
+    #[error(
+        "a matrix of {rows} rows and {cols} columns is not applied in place: give at most {max_rows} and {max_cols}, or outputs of their own"
+    )]
+    InPlace {
+        /// Rows given.
+        rows: usize,
+        /// Columns given.
+        cols: usize,
+        /// The most rows.
+        max_rows: usize,
+        /// The most columns.
+        max_cols: usize,
     },
     /// The matrix has no inverse.
     #[error("a matrix of side {side} has rank {rank} and so no inverse: choose other rows")]

@@ -5,30 +5,30 @@
 //! instructions holds a token which only detection can make, so having it proves that the processor has
 //! them. The best one is chosen once; [`ENV`] forces another, so that tests can play a weaker machine.
 //!
-//! Everything is checked here, before any kernel runs. What the instruction sets share (groups of outputs,
-//! tiles) is here too; a kernel of its own is one loop over one group, and one fingerprint.
+//! Everything is checked here, before any kernel runs. What the instruction sets share (groups of outputs, tiles, ragged ends) is in
+//! [`group`] and here; a kernel of its own is one loop over one group, and one fingerprint.
 
+mod group;
 mod portable;
 
 #[cfg(target_arch = "x86_64")]
-mod avx512_gfni;
+mod x86;
 
-use std::ops::Range;
 use std::sync::OnceLock;
 
+use group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, Planes};
+
 use super::fingerprint::FingerprintKey;
-use super::{GfError, Matrix};
+use super::{GfError, Matrix, Matrix16, field16};
 
 /// The environment variable that names the kernel to use.
 pub const ENV: &str = "RAPIDRAID_KERNEL";
 
-/// Outputs that one pass produces: with two vectors of each they fill half of 32 registers.
-const GROUP_OUTPUTS: usize = 8;
-/// Inputs that one pass reads; it bounds the coefficients that are kept on the stack.
-const GROUP_INPUTS: usize = 32;
 /// When a matrix takes several passes, they run over so many bytes at a time, so that the inputs are read
 /// from memory once and from the nearest caches after that.
 const TILE_BYTES: usize = 8 * 1024;
+/// Outputs of [`Kernel::apply_in_place`]: what every kernel makes in one pass, so that no input is overwritten before its last use.
+const IN_PLACE_OUTPUTS: usize = 4;
 
 /// What becomes of the bytes that an output holds already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +37,9 @@ pub enum Mode {
     Overwrite,
     /// The result is added to them.
     Accumulate,
+    /// They are replaced in memory, past the caches: for outputs of megabytes that this core does not read again soon. Faster then, slower
+    /// otherwise. Where the outputs start differently in their cache lines it is [`Mode::Overwrite`].
+    Stream,
 }
 
 /// One implementation that this processor can run.
@@ -47,20 +50,11 @@ pub struct Kernel(Isa);
 enum Isa {
     Portable,
     #[cfg(target_arch = "x86_64")]
-    Avx512Gfni(avx512_gfni::Avx512Gfni),
-}
-
-/// Some outputs of a matrix over a range of bytes, as a kernel gets it.
-///
-/// Invariants, which [`Kernel::apply`] establishes and unsafe code relies on: every input and output is at
-/// least `range.end` bytes long; there are 1 to [`GROUP_INPUTS`] inputs and 1 to [`GROUP_OUTPUTS`] outputs.
-struct Group<'a, 'b> {
-    /// `coefs[i][o]` is what input i counts for in output o.
-    coefs: &'a [[u8; GROUP_OUTPUTS]; GROUP_INPUTS],
-    inputs: &'a [&'a [u8]],
-    outputs: &'a mut [&'b mut [u8]],
-    range: Range<usize>,
-    mode: Mode,
+    Avx2(x86::Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx2Gfni(x86::Avx2Gfni),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Gfni(x86::Avx512Gfni),
 }
 
 impl Kernel {
@@ -68,7 +62,11 @@ impl Kernel {
     pub fn available() -> Vec<Kernel> {
         let mut kernels = Vec::new();
         #[cfg(target_arch = "x86_64")]
-        kernels.extend(avx512_gfni::Avx512Gfni::detect().map(Isa::Avx512Gfni));
+        {
+            kernels.extend(x86::Avx512Gfni::detect().map(Isa::Avx512Gfni));
+            kernels.extend(x86::Avx2Gfni::detect().map(Isa::Avx2Gfni));
+            kernels.extend(x86::Avx2::detect().map(Isa::Avx2));
+        }
         kernels.push(Isa::Portable);
         kernels.into_iter().map(Kernel).collect()
     }
@@ -101,10 +99,14 @@ impl Kernel {
         *ACTIVE.get_or_init(|| Self::from_env().unwrap_or(Kernel(Isa::Portable)))
     }
 
-    /// Its name: `portable`, `avx512-gfni`.
+    /// Its name: `portable`, `avx2`, `avx2-gfni` or `avx512-gfni`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Isa::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Gfni(_) => "avx2-gfni",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Gfni(_) => "avx512-gfni",
         }
@@ -120,28 +122,106 @@ impl Kernel {
         outputs: &mut [&mut [u8]],
         mode: Mode,
     ) -> Result<(), GfError> {
-        let bytes = check(matrix, inputs, outputs)?;
-        let one_pass = inputs.len() <= GROUP_INPUTS && outputs.len() <= GROUP_OUTPUTS;
-        let step = if one_pass { bytes } else { TILE_BYTES }.max(1);
-        for start in (0..bytes).step_by(step) {
-            let range = start..bytes.min(start + step);
-            for (o, outputs) in outputs.chunks_mut(GROUP_OUTPUTS).enumerate() {
-                for (i, inputs) in inputs.chunks(GROUP_INPUTS).enumerate() {
-                    let coefs = &group_coefs(matrix, o * GROUP_OUTPUTS, i * GROUP_INPUTS);
-                    let mode = if i == 0 { mode } else { Mode::Accumulate };
-                    let range = range.clone();
-                    self.apply_group(Group { coefs, inputs, outputs: &mut *outputs, range, mode });
-                }
-            }
-        }
+        let bytes = check((matrix.rows(), matrix.cols()), &[], inputs, outputs)?;
+        let coefs = |output, input| coefs_from(matrix, output, input);
+        self.apply_in_passes(&coefs, Planes::Whole, inputs, outputs, bytes, mode);
         Ok(())
     }
 
-    fn apply_group(self, group: Group<'_, '_>) {
+    /// The same, with the first outputs written over the first inputs: `matrix` has a row for each stream and then each output, a column
+    /// for each stream and then each input. A hop that forwards what came in saves a stream of stores so. At most 4 rows and 32 columns.
+    pub fn apply_in_place(
+        self,
+        matrix: &Matrix,
+        streams: &mut [&mut [u8]],
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+    ) -> Result<(), GfError> {
+        let (rows, cols) = (matrix.rows(), matrix.cols());
+        if rows > IN_PLACE_OUTPUTS || cols > GROUP_INPUTS {
+            let (max_rows, max_cols) = (IN_PLACE_OUTPUTS, GROUP_INPUTS);
+            return Err(GfError::InPlace { rows, cols, max_rows, max_cols });
+        }
+        let bytes = check((rows, cols), streams, inputs, outputs)?;
+        self.apply_group(Group {
+            coefs: &coefs_from(matrix, 0, 0),
+            planes: Planes::Whole,
+            streams,
+            inputs,
+            outputs,
+            range: 0..bytes,
+            mode: Mode::Overwrite,
+        });
+        Ok(())
+    }
+
+    /// [`Kernel::apply`] over GF(2^16) ([`super::field16`]), whose symbols lie split in the buffers: in each group of 128 bytes, byte j and
+    /// byte j + 64 are the low and the high half of symbol j. What is left at the end is one group with half as many symbols as bytes, so the
+    /// length must be even.
+    pub fn apply16(
+        self,
+        matrix: &Matrix16,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        mode: Mode,
+    ) -> Result<(), GfError> {
+        let bytes = check((matrix.rows(), matrix.cols()), &[], inputs, outputs)?;
+        if bytes % 2 == 1 {
+            return Err(GfError::OddLength { bytes });
+        }
+        let coefs = |output, input| coefs16_from(matrix, output, input);
+        self.apply_in_passes(&coefs, Planes::Split, inputs, outputs, bytes, mode);
+        Ok(())
+    }
+
+    /// `coefs(o, i)` gives the coefficients of the group that begins with output o and input i.
+    fn apply_in_passes(
+        self,
+        coefs: &dyn Fn(usize, usize) -> Coefs,
+        planes: Planes,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        bytes: usize,
+        mode: Mode,
+    ) {
+        let group_inputs = GROUP_INPUTS / planes.per_buffer();
+        let group_outputs = GROUP_OUTPUTS / planes.per_buffer();
+        let one_pass = inputs.len() <= group_inputs && outputs.len() <= group_outputs;
+        let step = if one_pass { bytes } else { TILE_BYTES }.max(1);
+        for start in (0..bytes).step_by(step) {
+            let range = start..bytes.min(start + step);
+            for (o, outputs) in outputs.chunks_mut(group_outputs).enumerate() {
+                for (i, part) in inputs.chunks(group_inputs).enumerate() {
+                    // A sum of several passes is read again by the next.
+                    let mode = match (mode, i) {
+                        (Mode::Stream, 0) if inputs.len() > group_inputs => Mode::Overwrite,
+                        (mode, 0) => mode,
+                        _ => Mode::Accumulate,
+                    };
+                    self.apply_group(Group {
+                        coefs: &coefs(o * group_outputs, i * group_inputs),
+                        planes,
+                        streams: &mut [],
+                        inputs: part,
+                        outputs: &mut *outputs,
+                        range: range.clone(),
+                        mode,
+                    });
+                }
+            }
+        }
+    }
+
+    fn apply_group(self, group: Group<'_, '_, '_>) {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Gfni(isa) => group.in_steps(&|group| isa.apply(group)),
+            _ if group.planes == Planes::Split => group.in_steps(&portable::apply_split),
             Isa::Portable => portable::apply(group),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Gfni(isa) => isa.apply(group),
+            Isa::Avx2(isa) => group.in_steps(&|group| isa.apply(group)),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Gfni(isa) => group.in_steps(&|group| isa.apply(group)),
         }
     }
 
@@ -150,40 +230,62 @@ impl Kernel {
         match self.0 {
             Isa::Portable => portable::fingerprint(key, grain),
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(isa) => isa.fingerprint(key, grain),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Gfni(isa) => isa.fingerprint(key, grain),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512Gfni(isa) => isa.fingerprint(key, grain),
         }
     }
 }
 
 /// The common length of all buffers, if their number and lengths fit the matrix.
-fn check(matrix: &Matrix, inputs: &[&[u8]], outputs: &[&mut [u8]]) -> Result<usize, GfError> {
-    let counts =
-        [("inputs", matrix.cols(), inputs.len()), ("outputs", matrix.rows(), outputs.len())];
+fn check(
+    (rows, cols): (usize, usize),
+    streams: &[&mut [u8]],
+    inputs: &[&[u8]],
+    outputs: &[&mut [u8]],
+) -> Result<usize, GfError> {
+    let counts = [
+        ("inputs", cols, streams.len() + inputs.len()),
+        ("outputs", rows, streams.len() + outputs.len()),
+    ];
     if let Some(&(what, expected, actual)) = counts.iter().find(|count| count.1 != count.2) {
         return Err(GfError::Count { what, expected, actual });
     }
-    let expected = inputs.first().map_or(0, |input| input.len());
-    let lengths = inputs.iter().map(|input| input.len()).enumerate().map(|of| ("input", of));
-    let lengths =
-        lengths.chain(outputs.iter().map(|out| out.len()).enumerate().map(|of| ("output", of)));
-    for (side, (index, actual)) in lengths {
-        if actual != expected {
-            return Err(GfError::Length { side, index, expected, actual });
-        }
+    let streams = streams.iter().map(|stream| stream.len()).enumerate();
+    let inputs = inputs.iter().map(|input| input.len()).enumerate();
+    let outputs = outputs.iter().map(|output| output.len()).enumerate();
+    let lengths = streams.map(|of| ("stream", of));
+    let lengths = lengths.chain(inputs.map(|of| ("input", of)));
+    let mut lengths = lengths.chain(outputs.map(|of| ("output", of))).peekable();
+    let expected = lengths.peek().map_or(0, |(_, (_, len))| *len);
+    match lengths.find(|(_, (_, actual))| *actual != expected) {
+        Some((side, (index, actual))) => Err(GfError::Length { side, index, expected, actual }),
+        None => Ok(expected),
     }
-    Ok(expected)
 }
 
-/// The coefficients of one group, whose first output and input are given.
-fn group_coefs(
-    matrix: &Matrix,
-    first_output: usize,
-    first_input: usize,
-) -> [[u8; GROUP_OUTPUTS]; GROUP_INPUTS] {
+/// The coefficients of the group whose first output and input are given.
+fn coefs_from(matrix: &Matrix, first_output: usize, first_input: usize) -> Coefs {
     let mut coefs = [[0; GROUP_OUTPUTS]; GROUP_INPUTS];
     for (o, row) in matrix.iter().skip(first_output).take(GROUP_OUTPUTS).enumerate() {
         for (i, &coef) in row.iter().skip(first_input).take(GROUP_INPUTS).enumerate() {
             coefs[i][o] = coef;
+        }
+    }
+    coefs
+}
+
+/// The same over GF(2^16): each coefficient is the 2x2 block over GF(2^8) that multiplies the halves of a symbol by it.
+fn coefs16_from(matrix: &Matrix16, first_output: usize, first_input: usize) -> Coefs {
+    let mut coefs = [[0; GROUP_OUTPUTS]; GROUP_INPUTS];
+    for (o, row) in matrix.iter().skip(first_output).take(GROUP_OUTPUTS / 2).enumerate() {
+        for (i, &coef) in row.iter().skip(first_input).take(GROUP_INPUTS / 2).enumerate() {
+            let [low, high] = field16::block(coef);
+            for (half, column) in low.into_iter().zip(high).enumerate() {
+                (coefs[2 * i + half][2 * o], coefs[2 * i + half][2 * o + 1]) = column;
+            }
         }
     }
     coefs

@@ -1,32 +1,66 @@
 //! The kernel for any processor: plain loops over arrays that the compiler turns into whatever vectors the
 //! target has. No table lookup and no branch depends on data.
 
-use super::{GROUP_OUTPUTS, Group, Mode};
+use super::Mode;
+use super::group::{GROUP_OUTPUTS, Group, STEP_BYTES};
 use crate::gf::field;
 use crate::gf::fingerprint::FingerprintKey;
 
 /// Bytes handled at once: long enough to hide the branches on coefficients, short enough for the nearest cache.
 const STEP: usize = 256;
 
-pub(super) fn apply(group: Group<'_, '_>) {
-    let Group { coefs, inputs, outputs, range, mode } = group;
+pub(super) fn apply(group: Group<'_, '_, '_>) {
+    let Group { coefs, streams, inputs, outputs, range, mode, .. } = group;
     let mut sums = [[0; STEP]; GROUP_OUTPUTS];
-    let sums = &mut sums[..outputs.len()];
+    let sums = &mut sums[..streams.len() + outputs.len()];
     for start in range.clone().step_by(STEP) {
-        let end = range.end.min(start + STEP);
+        let step = start..range.end.min(start + STEP);
         sums.fill([0; STEP]);
-        for (input, coefs) in inputs.iter().zip(coefs) {
+        let all = streams.iter().map(|stream| &**stream).chain(inputs.iter().copied());
+        for (input, coefs) in all.zip(coefs) {
             let mut powers = [0; STEP];
-            powers[..end - start].copy_from_slice(&input[start..end]);
+            powers[..step.len()].copy_from_slice(&input[step.clone()]);
             add_products(sums, powers, coefs);
         }
-        for (output, sum) in outputs.iter_mut().zip(&*sums) {
-            let output = &mut output[start..end];
-            match mode {
-                Mode::Overwrite => output.copy_from_slice(&sum[..output.len()]),
-                Mode::Accumulate => add(output, sum),
+        let streams = streams.iter_mut().map(|stream| &mut **stream);
+        let outputs = outputs.iter_mut().map(|output| &mut **output);
+        for (output, sum) in streams.chain(outputs).zip(&*sums) {
+            put(&mut output[step.clone()], &sum[..step.len()], mode);
+        }
+    }
+}
+
+/// The same where each buffer has two rows or columns: the halves of its steps, of which the range has whole ones.
+pub(super) fn apply_split(group: Group<'_, '_, '_>) {
+    let Group { coefs, inputs, outputs, range, mode, .. } = group;
+    let mut sums = [[0; STEP]; GROUP_OUTPUTS];
+    let sums = &mut sums[..2 * outputs.len()];
+    for start in range.clone().step_by(2 * STEP) {
+        let part = start..range.end.min(start + 2 * STEP);
+        sums.fill([0; STEP]);
+        for (input, coefs) in inputs.iter().zip(coefs.chunks_exact(2)) {
+            let mut planes = [[0; STEP]; 2];
+            for (half, bytes) in input[part.clone()].chunks_exact(STEP_BYTES / 2).enumerate() {
+                planes[half % 2][half / 2 * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+            }
+            planes
+                .into_iter()
+                .zip(coefs)
+                .for_each(|(plane, coefs)| add_products(sums, plane, coefs));
+        }
+        for (output, sums) in outputs.iter_mut().zip(sums.chunks_exact(2)) {
+            let halves = output[part.clone()].chunks_exact_mut(STEP_BYTES / 2).enumerate();
+            for (half, bytes) in halves {
+                put(bytes, &sums[half % 2][half / 2 * bytes.len()..][..STEP_BYTES / 2], mode);
             }
         }
+    }
+}
+
+fn put(output: &mut [u8], sums: &[u8], mode: Mode) {
+    match mode {
+        Mode::Overwrite | Mode::Stream => output.copy_from_slice(sums),
+        Mode::Accumulate => add(output, sums),
     }
 }
 
@@ -44,7 +78,7 @@ fn add_products(sums: &mut [[u8; STEP]], mut powers: [u8; STEP], coefs: &[u8; GR
     }
 }
 
-fn add(sums: &mut [u8], terms: &[u8; STEP]) {
+fn add(sums: &mut [u8], terms: &[u8]) {
     sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum ^= term);
 }
 

@@ -37,7 +37,7 @@ fn compare(rows: usize, cols: usize, len: usize, seed: u64) {
     let inputs: Vec<Vec<u8>> = (0..cols).map(|_| random(&entropy, len + offset)).collect();
     let inputs: Vec<&[u8]> = inputs.iter().map(|input| &input[offset..]).collect();
     let around: Vec<Vec<u8>> = (0..rows).map(|_| random(&entropy, len + offset + 64)).collect();
-    for mode in [Mode::Overwrite, Mode::Accumulate] {
+    for mode in [Mode::Overwrite, Mode::Accumulate, Mode::Stream] {
         let mut expected: Vec<Vec<u8>> =
             around.iter().map(|bytes| bytes[offset..][..len].to_vec()).collect();
         twin(&matrix, &inputs, &mut expected, mode);
@@ -92,8 +92,151 @@ fn every_product_is_the_fields() {
     }
 }
 
+/// Every kernel writes over its streams what it writes to outputs of their own, at any alignment.
+fn compare_in_place(streams: usize, inputs: usize, outputs: usize, len: usize, seed: u64) {
+    let entropy = SeededEntropy::new(seed);
+    let (rows, cols) = (streams + outputs, streams + inputs);
+    let mut entries = random(&entropy, rows * cols);
+    entries.iter_mut().step_by(cols).take(seed as usize % 3 * rows).for_each(|coef| *coef = 1);
+    let matrix = Matrix::new(rows, cols, entries).unwrap();
+    let offset = entropy.below(65) as usize;
+    let sources: Vec<Vec<u8>> = (0..cols).map(|_| random(&entropy, len + offset)).collect();
+    let sources: Vec<&[u8]> = sources.iter().map(|source| &source[offset..]).collect();
+    let mut expected = vec![vec![0; len]; rows];
+    twin(&matrix, &sources, &mut expected, Mode::Overwrite);
+    for kernel in Kernel::available() {
+        let mut over: Vec<Vec<u8>> =
+            sources[..streams].iter().map(|source| source.to_vec()).collect();
+        let mut made = vec![vec![7; len]; outputs];
+        let mut over_refs: Vec<&mut [u8]> = over.iter_mut().map(|bytes| &mut bytes[..]).collect();
+        let mut made_refs: Vec<&mut [u8]> = made.iter_mut().map(|bytes| &mut bytes[..]).collect();
+        kernel
+            .apply_in_place(&matrix, &mut over_refs, &sources[streams..], &mut made_refs)
+            .unwrap();
+        over.append(&mut made);
+        assert_eq!(over, expected, "{} {streams}+{inputs}+{outputs} {len}", kernel.name());
+    }
+}
+
+#[test]
+fn every_kernel_writes_over_its_streams() {
+    for (seed, len) in LENGTHS.into_iter().enumerate() {
+        for (streams, inputs, outputs) in
+            [(1, 1, 1), (1, 2, 1), (1, 0, 0), (1, 0, 3), (2, 1, 2), (4, 28, 0), (1, 31, 3)]
+        {
+            compare_in_place(streams, inputs, outputs, len, seed as u64);
+        }
+    }
+}
+
+#[test]
+fn what_one_pass_cannot_do_is_not_done_in_place() {
+    let (wide, tall) = (Matrix::zero(1, 33).unwrap(), Matrix::zero(5, 1).unwrap());
+    let mut bytes = [[0; 8]; 5];
+    for kernel in Kernel::available() {
+        let error = kernel.apply_in_place(&wide, &mut [], &[&[0; 8][..]; 33], &mut [&mut bytes[0]]);
+        assert!(matches!(error, Err(GfError::InPlace { rows: 1, cols: 33, .. })));
+        let mut all = bytes.each_mut().map(|bytes| &mut bytes[..]);
+        let (stream, outputs) = all.split_at_mut(1);
+        let error = kernel.apply_in_place(&tall, stream, &[], outputs);
+        assert!(matches!(error, Err(GfError::InPlace { rows: 5, cols: 1, .. })));
+    }
+}
+
+/// GF(2^16), symbol by symbol.
+fn twin16(matrix: &Matrix16, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
+    let len = inputs[0].len();
+    let places = |symbol: usize| {
+        let group = symbol / 64 * 128;
+        let half = 64.min((len - group) / 2);
+        [group + symbol % 64, group + half + symbol % 64]
+    };
+    for (output, row) in outputs.iter_mut().zip(matrix.iter()) {
+        for [low, high] in (0..len / 2).map(places) {
+            let start = if mode == Mode::Accumulate { [output[low], output[high]] } else { [0; 2] };
+            let sum = row.iter().zip(inputs).fold(start, |sum, (&coef, input)| {
+                let product = field16::mul(coef, [input[low], input[high]]);
+                [sum[0] ^ product[0], sum[1] ^ product[1]]
+            });
+            [output[low], output[high]] = sum;
+        }
+    }
+}
+
+fn compare16(rows: usize, cols: usize, len: usize, seed: u64) {
+    let entropy = SeededEntropy::new(seed);
+    let entries = random(&entropy, 2 * rows * cols);
+    let mut entries: Vec<[u8; 2]> = entries.chunks_exact(2).map(|e| [e[0], e[1]]).collect();
+    entries.iter_mut().step_by(cols).take(seed as usize % 3 * rows).for_each(|e| *e = [1, 0]);
+    let matrix = Matrix16::new(rows, cols, entries).unwrap();
+    let offset = entropy.below(65) as usize;
+    let inputs: Vec<Vec<u8>> = (0..cols).map(|_| random(&entropy, len + offset)).collect();
+    let inputs: Vec<&[u8]> = inputs.iter().map(|input| &input[offset..]).collect();
+    let around: Vec<Vec<u8>> = (0..rows).map(|_| random(&entropy, len + offset + 128)).collect();
+    for mode in [Mode::Overwrite, Mode::Accumulate, Mode::Stream] {
+        let mut expected: Vec<Vec<u8>> =
+            around.iter().map(|bytes| bytes[offset..][..len].to_vec()).collect();
+        twin16(&matrix, &inputs, &mut expected, mode);
+        for kernel in Kernel::available() {
+            let mut got = around.clone();
+            let mut outputs: Vec<&mut [u8]> =
+                got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
+            kernel.apply16(&matrix, &inputs, &mut outputs, mode).unwrap();
+            for ((got, around), expected) in got.iter().zip(&around).zip(&expected) {
+                let name = kernel.name();
+                assert_eq!(&got[offset..][..len], expected, "{name} {rows}x{cols} {len} {mode:?}");
+                assert_eq!(got[..offset], around[..offset], "{name} wrote before its output");
+                assert_eq!(got[offset + len..], around[offset + len..], "{name} wrote past it");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_kernel_is_its_twin_over_the_large_field() {
+    for (seed, len) in LENGTHS.into_iter().enumerate() {
+        for (rows, cols) in [(1, 1), (1, 2), (2, 2), (2, 3), (1, 3), (5, 11), (7, 17)] {
+            compare16(rows, cols, len & !1, seed as u64);
+        }
+    }
+    let matrix = Matrix16::new(1, 1, vec![[1, 0]]).unwrap();
+    for kernel in Kernel::available() {
+        let odd = kernel.apply16(&matrix, &[&[0; 7]], &mut [&mut [0; 7]], Mode::Overwrite);
+        assert_eq!(odd, Err(GfError::OddLength { bytes: 7 }));
+    }
+}
+
+/// Pins the bytes: these change with a version of the format only.
+#[test]
+fn golden_hashes_of_coded_bytes() {
+    let inputs: Vec<Vec<u8>> =
+        (0..3).map(|i| (0..1000).map(|t| ((i + 1) * t % 251) as u8).collect()).collect();
+    let inputs: Vec<&[u8]> = inputs.iter().map(|input| &input[..]).collect();
+    let matrix = Matrix::new(2, 3, vec![1, 2, 0x1d, 1, 0x8e, 0xff]).unwrap();
+    let entries = vec![[1, 0], [0, 1], [2, 3], [1, 0], [0x80, 0xff], [7, 0x1d]];
+    let matrix16 = Matrix16::new(2, 3, entries).unwrap();
+    for kernel in Kernel::available() {
+        let hash = |outputs: &[Vec<u8>]| blake3::hash(&outputs.concat()).to_hex()[..32].to_owned();
+        let mut outputs = vec![vec![0; 1000]; 2];
+        let mut refs: Vec<&mut [u8]> = outputs.iter_mut().map(|bytes| &mut bytes[..]).collect();
+        kernel.apply(&matrix, &inputs, &mut refs, Mode::Overwrite).unwrap();
+        assert_eq!(hash(&outputs), "f61ae0c89076d1ca29d8053c18f3bde2", "{}", kernel.name());
+        let mut refs: Vec<&mut [u8]> = outputs.iter_mut().map(|bytes| &mut bytes[..]).collect();
+        kernel.apply16(&matrix16, &inputs, &mut refs, Mode::Overwrite).unwrap();
+        assert_eq!(hash(&outputs), "25446880bfd86876f75950233c5ffa73", "{}", kernel.name());
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn every_kernel_is_its_twin_everywhere_else(
+        streams in 1..5usize, inputs in 0..29usize, outputs in 0..4usize, symbols in 0..900usize, seed: u64,
+    ) {
+        compare_in_place(streams, inputs, outputs.min(4 - streams), symbols, seed);
+        compare16(1 + outputs, 1 + inputs, 2 * symbols, seed);
+    }
+
     #[test]
     fn every_kernel_is_its_twin(
         rows in 1..20usize, cols in 1..40usize, len in 0..3000usize, seed: u64,

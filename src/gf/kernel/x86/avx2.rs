@@ -1,0 +1,139 @@
+//! The kernels for processors with AVX2: by the byte shuffle, two lookups in tables of sixteen; and by the affine instruction where GFNI is
+//! there without AVX-512 (Intel's client processors since Alder Lake).
+
+use std::arch::x86_64::*;
+
+use super::super::group::{GROUP_INPUTS, GROUP_OUTPUTS, Group};
+use super::loops::PREFETCH_BYTES;
+use super::tables::{AFFINE, NIBBLES, Nibbles};
+use super::{Task, Way, fingerprint256};
+use crate::gf::fingerprint::FingerprintKey;
+
+type Vector = __m256i;
+const VECTOR: usize = 32;
+
+/// Proof that this processor has AVX2 and the carry-less product: only [`Avx2::detect`] makes one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::gf::kernel) struct Avx2(());
+
+/// Proof that it has GFNI as well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::gf::kernel) struct Avx2Gfni(Avx2);
+
+impl Avx2 {
+    pub fn detect() -> Option<Self> {
+        let has_all = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("pclmulqdq");
+        has_all.then_some(Self(()))
+    }
+
+    /// The group has whole steps of whole buffers.
+    pub fn apply(self, group: Group<'_, '_, '_>) {
+        // SAFETY: `self` proves that the processor has every feature that `apply` is compiled for.
+        unsafe { shuffle::apply(&Task::of(group, VECTOR)) }
+    }
+
+    pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
+        // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled for.
+        unsafe { fingerprint256::fingerprint(key, grain) }
+    }
+}
+
+impl Avx2Gfni {
+    pub fn detect() -> Option<Self> {
+        Avx2::detect().filter(|_| is_x86_feature_detected!("gfni")).map(Self)
+    }
+
+    /// The group has whole steps of whole buffers.
+    pub fn apply(self, group: Group<'_, '_, '_>) {
+        // SAFETY: `self` proves that the processor has every feature that `apply` is compiled for.
+        unsafe { affine::apply(&Task::of(group, VECTOR)) }
+    }
+
+    pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
+        self.0.fingerprint(key, grain)
+    }
+}
+
+macro_rules! inline {
+    ($features:literal $($body:item)*) => {
+        $(#[inline]
+        #[target_feature(enable = $features)]
+        $body)*
+    };
+}
+
+inline! {
+    "avx2"
+    fn zero() -> Vector { _mm256_setzero_si256() }
+    fn xor(a: Vector, b: Vector) -> Vector { _mm256_xor_si256(a, b) }
+    /// # Safety
+    /// `from` is the address of `VECTOR` bytes that can be read.
+    unsafe fn load(from: *const u8) -> Vector {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+    /// # Safety
+    /// `to` is the address of `VECTOR` bytes that can be written.
+    unsafe fn store(to: *mut u8, data: Vector) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_storeu_si256(to.cast(), data) }
+    }
+    /// # Safety
+    /// The same, and `to` is a multiple of `VECTOR`.
+    unsafe fn stream(to: *mut u8, data: Vector) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_stream_si256(to.cast(), data) }
+    }
+}
+
+/// By the byte shuffle. Four rows, their data in halves and a factor fit into sixteen registers.
+mod shuffle {
+    use super::*;
+
+    loops! {
+        "avx2", most 4, rows (1, 2, 2) (2, 2, 2) (3, 1, 1) (4, 1, 1),
+        shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1)
+    }
+
+    type Factor = [Vector; 2];
+
+    inline! {
+        "avx2"
+        fn raw(coef: u8) -> &'static Nibbles { &NIBBLES[usize::from(coef)] }
+        fn from_raw([low, high]: &'static Nibbles) -> Factor {
+            // SAFETY: each table is 16 bytes.
+            let tables = unsafe {
+                [_mm_loadu_si128(low.as_ptr().cast()), _mm_loadu_si128(high.as_ptr().cast())]
+            };
+            [_mm256_broadcastsi128_si256(tables[0]), _mm256_broadcastsi128_si256(tables[1])]
+        }
+        fn factor(coef: u8) -> Factor { from_raw(raw(coef)) }
+        fn product([low, high]: Factor, data: Vector) -> Vector {
+            let nibble = _mm256_set1_epi8(0x0f);
+            let low = _mm256_shuffle_epi8(low, _mm256_and_si256(data, nibble));
+            let above = _mm256_and_si256(_mm256_srli_epi64::<4>(data), nibble);
+            xor(low, _mm256_shuffle_epi8(high, above))
+        }
+    }
+}
+
+/// By the affine instruction.
+mod affine {
+    use super::*;
+
+    loops! {
+        "avx2,gfni", most 6,
+        rows (1, 2, 2) (2, 2, 2) (3, 2, 2) (4, 2, 1) (5, 2, 1) (6, 2, 1),
+        shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1)
+    }
+
+    inline! {
+        "avx2,gfni"
+        fn raw(coef: u8) -> u64 { AFFINE[usize::from(coef)] }
+        fn from_raw(matrix: u64) -> Vector { _mm256_set1_epi64x(matrix as i64) }
+        fn factor(coef: u8) -> Vector { from_raw(raw(coef)) }
+        fn product(factor: Vector, data: Vector) -> Vector {
+            _mm256_gf2p8affine_epi64_epi8::<0>(data, factor)
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The fingerprint with AVX2 and the carry-less product of two words.
+
+use std::arch::x86_64::*;
+
+use super::tables::NIBBLES;
+use crate::gf::fingerprint::FingerprintKey;
+
+const VECTOR: usize = 64;
+
+/// Level 1 of the definition plane by plane: the sign bits of a vector's bytes, shifted by 7-b, are its bit plane b.
+#[target_feature(enable = "avx2,pclmulqdq")]
+pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
+    let words = key.words();
+    // A[r][b].
+    let mut sums = [[_mm_setzero_si128(); 8]; 2];
+    let mut t = 0;
+    while t * VECTOR < grain.len() {
+        let rest = &grain[t * VECTOR..];
+        let mut padded = [0; VECTOR];
+        let mut vector = rest.as_ptr();
+        if rest.len() < VECTOR {
+            padded[..rest.len()].copy_from_slice(rest);
+            vector = padded.as_ptr();
+        }
+        // SAFETY: `vector` is 64 bytes, of the grain or of the copy that is filled up; the slice of words is 16.
+        let (mut low, mut high, words) = unsafe {
+            (
+                _mm256_loadu_si256(vector.cast()),
+                _mm256_loadu_si256(vector.wrapping_add(VECTOR / 2).cast()),
+                _mm_loadu_si128(words[t..t + 2].as_ptr().cast()),
+            )
+        };
+        let mut b = 8;
+        while b > 0 {
+            b -= 1;
+            let plane = u64::from(_mm256_movemask_epi8(low) as u32)
+                | u64::from(_mm256_movemask_epi8(high) as u32) << 32;
+            let plane = _mm_cvtsi64_si128(plane as i64);
+            sums[0][b] = _mm_xor_si128(sums[0][b], _mm_clmulepi64_si128::<0x00>(plane, words));
+            sums[1][b] = _mm_xor_si128(sums[1][b], _mm_clmulepi64_si128::<0x10>(plane, words));
+            (low, high) = (_mm256_add_epi8(low, low), _mm256_add_epi8(high, high));
+        }
+        t += 1;
+    }
+    let mut w = [0; 256];
+    for (half, sums) in w.chunks_exact_mut(128).zip(&sums) {
+        for (b, sum) in sums.iter().enumerate() {
+            let mut bits = [0; 16];
+            // SAFETY: `bits` is 16 bytes.
+            unsafe { _mm_storeu_si128(bits.as_mut_ptr().cast(), *sum) };
+            for (byte, eight) in bits.iter().zip(half.chunks_exact_mut(8)) {
+                (0..8).for_each(|i| eight[i] |= (byte >> i & 1) << b);
+            }
+        }
+    }
+    last_level(key.tail(), &w)
+}
+
+/// `F[j] = sum over m of H[m+j] * w[m]`: all 16 j at once, for one m after the other.
+#[target_feature(enable = "avx2,pclmulqdq")]
+fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u8; 256]) -> [u8; 16] {
+    let nibble = _mm_set1_epi8(0x0f);
+    let mut sum = _mm_setzero_si128();
+    for (window, &coef) in h.windows(16).zip(w) {
+        let [low, high] = &NIBBLES[usize::from(coef)];
+        // SAFETY: all three are 16 bytes.
+        let (window, low, high) = unsafe {
+            (
+                _mm_loadu_si128(window.as_ptr().cast()),
+                _mm_loadu_si128(low.as_ptr().cast()),
+                _mm_loadu_si128(high.as_ptr().cast()),
+            )
+        };
+        let low = _mm_shuffle_epi8(low, _mm_and_si128(window, nibble));
+        let above = _mm_and_si128(_mm_srli_epi64::<4>(window), nibble);
+        sum = _mm_xor_si128(sum, _mm_xor_si128(low, _mm_shuffle_epi8(high, above)));
+    }
+    let mut fingerprint = [0; 16];
+    // SAFETY: `fingerprint` is 16 bytes.
+    unsafe { _mm_storeu_si128(fingerprint.as_mut_ptr().cast(), sum) };
+    fingerprint
+}

@@ -1,0 +1,189 @@
+//! The loops over many bytes, for any vector.
+//!
+//! They count with indices: what iterators are made of is compiled elsewhere, and not always inlined into functions with features.
+
+/// Sources are fetched so far ahead of their loads when they come from memory.
+pub(super) const PREFETCH_BYTES: usize = 256;
+
+/// Pastes `apply`, which runs a [`super::Task`], with instructions of `$features`. Around it must be: `Vector` of `VECTOR` bytes; `zero`,
+/// `load`, `store`, `stream`, `xor`; `Factor`, made by `factor` from a constant, which `product` multiplies by.
+///
+/// `$rows` are the numbers of rows that one pass can have, of which the last is the most; each with the vectors of a row that are summed at
+/// once, near and far. `$shapes` are those of hops, whose factors stay in registers: (rows, columns but for the plain ones, plain columns).
+macro_rules! loops {
+    ($features:literal, most $most:literal, rows $(($rows:literal, $near:literal, $far:literal))*,
+     shapes $(($r:literal, $s:literal, $plain:literal, $wide:literal))*) => {
+        #[target_feature(enable = $features)]
+        pub(super) fn apply(task: &Task<'_>) {
+            for first in (0..task.rows).step_by($most) {
+                let mut coefs = [[0; GROUP_OUTPUTS]; GROUP_INPUTS];
+                let part = &task.rows_from(&mut coefs, first, $most);
+                match part.way {
+                    Way::Near => apply_near(part),
+                    Way::Far => apply_far::<false>(part),
+                    Way::Stream => apply_far::<true>(part),
+                }
+            }
+            if task.way == Way::Stream {
+                // Stores past the caches are ordered with nothing else: whoever is told of the result must see it.
+                _mm_sfence();
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        fn apply_near(task: &Task<'_>) {
+            let plain = if task.is_first_plain && !task.accumulate { task.per_buffer } else { 0 };
+            match (task.rows, task.columns.wrapping_sub(plain), plain) {
+                $(($r, $s, $plain) => hop::<$r, $s, $plain, $wide, false, false>(task),)*
+                _ => match (task.rows, task.per_buffer) {
+                    $(($rows, 1) => general::<$rows, $near, false, false>(task),)*
+                    // A step has one vector of each half.
+                    $(($rows, _) => general::<$rows, 1, false, false>(task),)*
+                    _ => {}
+                },
+            }
+        }
+
+        #[target_feature(enable = $features)]
+        fn apply_far<const STREAM: bool>(task: &Task<'_>) {
+            let plain = if task.is_first_plain && !task.accumulate { task.per_buffer } else { 0 };
+            match (task.rows, task.columns.wrapping_sub(plain), plain) {
+                $(($r, $s, $plain) => hop::<$r, $s, $plain, 1, true, STREAM>(task),)*
+                _ => match task.rows {
+                    $($rows => general::<$rows, $far, true, STREAM>(task),)*
+                    _ => {}
+                },
+            }
+        }
+
+        /// `R` rows of `P` plain columns, which count once in every row of their half, and `S` others; `W` vectors of each at a time.
+        #[target_feature(enable = $features)]
+        fn hop<
+            const R: usize,
+            const S: usize,
+            const P: usize,
+            const W: usize,
+            const FAR: bool,
+            const STREAM: bool,
+        >(
+            task: &Task<'_>,
+        ) {
+            let mut factors = [[factor(0); R]; S];
+            let mut sources = [std::ptr::null(); S];
+            let mut plain = [std::ptr::null(); P];
+            let mut targets = [std::ptr::null_mut(); R];
+            for s in 0..S {
+                sources[s] = task.sources[P + s];
+                for r in 0..R {
+                    factors[s][r] = factor(task.coefs[P + s][r]);
+                }
+            }
+            for p in 0..P {
+                plain[p] = task.sources[p];
+            }
+            for r in 0..R {
+                targets[r] = task.targets[r];
+            }
+            assert!(task.bytes.is_multiple_of(W * VECTOR * P), "a pass over half a step");
+            let mut at = 0;
+            while at < task.bytes {
+                let mut sums = [[zero(); W]; R];
+                for w in 0..W {
+                    let at = at + w * VECTOR * P;
+                    for p in 0..P {
+                        let source = plain[p].wrapping_add(at);
+                        if FAR {
+                            fetch_ahead(source);
+                        }
+                        // SAFETY: `at` is within the task's bytes, whose whole steps can be read from each source.
+                        let data = unsafe { load(source) };
+                        for r in 0..R {
+                            if r % P == p {
+                                sums[r][w] = xor(sums[r][w], data);
+                            }
+                        }
+                    }
+                    for s in 0..S {
+                        let source = sources[s].wrapping_add(at);
+                        if FAR {
+                            fetch_ahead(source);
+                        }
+                        // SAFETY: as above.
+                        let data = unsafe { load(source) };
+                        for r in 0..R {
+                            sums[r][w] = xor(sums[r][w], product(factors[s][r], data));
+                        }
+                    }
+                }
+                for r in 0..R {
+                    for w in 0..W {
+                        let target = targets[r].wrapping_add(at + w * VECTOR * P);
+                        // SAFETY: the same steps of each target can be written; they are aligned when the task says stream.
+                        unsafe { if STREAM { stream(target, sums[r][w]) } else { store(target, sums[r][w]) } };
+                    }
+                }
+                at += W * VECTOR * P;
+            }
+        }
+
+        /// `R` rows of any columns, `W` vectors of each at a time.
+        #[target_feature(enable = $features)]
+        fn general<const R: usize, const W: usize, const FAR: bool, const STREAM: bool>(
+            task: &Task<'_>,
+        ) {
+            let columns = task.columns.min(GROUP_INPUTS);
+            let mut factors = [[raw(0); R]; GROUP_INPUTS];
+            for s in 0..columns {
+                for r in 0..R {
+                    factors[s][r] = raw(task.coefs[s][r]);
+                }
+            }
+            let gap = VECTOR * task.per_buffer;
+            assert!(task.bytes.is_multiple_of(W * gap), "a pass over half a step");
+            let mut at = 0;
+            while at < task.bytes {
+                let mut sums = [[zero(); W]; R];
+                if task.accumulate {
+                    for r in 0..R {
+                        for w in 0..W {
+                            let target = task.targets[r].wrapping_add(at + w * gap);
+                            // SAFETY: `at` is within the task's bytes, whose whole steps can be read from each target.
+                            sums[r][w] = unsafe { load(target.cast_const()) };
+                        }
+                    }
+                }
+                for s in 0..columns {
+                    let mut data = [zero(); W];
+                    for w in 0..W {
+                        let source = task.sources[s].wrapping_add(at + w * gap);
+                        if FAR {
+                            fetch_ahead(source);
+                        }
+                        // SAFETY: the same steps can be read from each source.
+                        data[w] = unsafe { load(source) };
+                    }
+                    for r in 0..R {
+                        let factor = from_raw(factors[s][r]);
+                        for w in 0..W {
+                            sums[r][w] = xor(sums[r][w], product(factor, data[w]));
+                        }
+                    }
+                }
+                for r in 0..R {
+                    for w in 0..W {
+                        let target = task.targets[r].wrapping_add(at + w * gap);
+                        // SAFETY: the same steps of each target can be written; they are aligned when the task says stream.
+                        unsafe { if STREAM { stream(target, sums[r][w]) } else { store(target, sums[r][w]) } };
+                    }
+                }
+                at += W * gap;
+            }
+        }
+
+        /// May point past the source: fetching an address that is not mapped does nothing.
+        #[target_feature(enable = $features)]
+        fn fetch_ahead(source: *const u8) {
+            _mm_prefetch::<_MM_HINT_T0>(source.wrapping_add(PREFETCH_BYTES).cast());
+        }
+    };
+}

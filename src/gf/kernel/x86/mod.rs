@@ -1,0 +1,111 @@
+//! Kernels for x86-64: one set of loops ([`loops`]), pasted into a module for each instruction set, which says what a vector is and how
+//! a constant multiplies it.
+
+#[macro_use]
+mod loops;
+mod avx2;
+mod avx512;
+mod fingerprint256;
+mod fingerprint512;
+mod tables;
+
+pub(super) use avx2::{Avx2, Avx2Gfni};
+pub(super) use avx512::Avx512Gfni;
+
+use super::Mode;
+use super::group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, STEP_BYTES};
+
+/// A pass that touches more comes from memory: the smallest second-level cache that these processors have.
+const FAR_BYTES: usize = 1 << 20;
+
+/// How a pass meets memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// All of it lies in the caches.
+    Near,
+    /// It comes from memory. The processor's own prefetch gives up when there are many streams, so it is done by hand.
+    Far,
+    /// The same, and outputs go past the caches.
+    Stream,
+}
+
+/// The buffers of a group as the loops see them: an address for each column and row, all of which go forward alike.
+///
+/// Invariants that the loops rely on: `bytes` is a multiple of [`STEP_BYTES`]; `columns` sources and `rows` targets are set; the steps of
+/// `bytes` from each can be read, or written, and no other reference is used meanwhile; with [`Way::Stream`] targets are aligned to vectors.
+/// A source may be a target: what is written at an offset is read there before, and nowhere else.
+struct Task<'a> {
+    coefs: &'a Coefs,
+    sources: [*const u8; GROUP_INPUTS],
+    targets: [*mut u8; GROUP_OUTPUTS],
+    columns: usize,
+    rows: usize,
+    bytes: usize,
+    /// Columns and rows of a buffer: what lies between two vectors of one is the others'.
+    per_buffer: usize,
+    way: Way,
+    accumulate: bool,
+    /// The first buffer counts once in each output, as the stream that comes into a hop does.
+    is_first_plain: bool,
+}
+
+impl<'a> Task<'a> {
+    /// `vector_bytes` is the length of the vectors that are stored.
+    fn of(group: Group<'a, '_, '_>, vector_bytes: usize) -> Self {
+        let Group { coefs, planes, streams, inputs, outputs, range, mode } = group;
+        let per_buffer = planes.per_buffer();
+        let starts = |buffer: usize| {
+            (0..per_buffer).map(move |plane| {
+                (per_buffer * buffer + plane, range.start + plane * STEP_BYTES / 2)
+            })
+        };
+        let mut sources = [std::ptr::null(); GROUP_INPUTS];
+        let mut targets = [std::ptr::null_mut(); GROUP_OUTPUTS];
+        let (in_place, buffers) = (streams.len(), streams.len() + inputs.len() + outputs.len());
+        let (columns, rows) = (in_place + inputs.len(), in_place + outputs.len());
+        let streams = streams.iter_mut().map(|stream| stream.as_mut_ptr());
+        let outputs = outputs.iter_mut().map(|output| output.as_mut_ptr());
+        for (buffer, target) in streams.chain(outputs).enumerate() {
+            starts(buffer).for_each(|(row, start)| targets[row] = target.wrapping_add(start));
+        }
+        for row in 0..per_buffer * in_place {
+            sources[row] = targets[row].cast_const();
+        }
+        for (buffer, input) in inputs.iter().enumerate() {
+            let places = starts(in_place + buffer);
+            places.for_each(|(column, start)| sources[column] = input.as_ptr().wrapping_add(start));
+        }
+        let (columns, rows) = (per_buffer * columns, per_buffer * rows);
+        let is_aligned =
+            || targets[..rows].iter().all(|at| (*at as usize).is_multiple_of(vector_bytes));
+        let way = match mode {
+            Mode::Stream if is_aligned() => Way::Stream,
+            _ if buffers.saturating_mul(range.len()) > FAR_BYTES => Way::Far,
+            _ => Way::Near,
+        };
+        let is_plain = |i: usize| (0..rows).all(|o| coefs[i][o] == u8::from(o % per_buffer == i));
+        Self {
+            coefs,
+            sources,
+            targets,
+            columns,
+            rows,
+            bytes: range.len(),
+            per_buffer,
+            way,
+            accumulate: mode == Mode::Accumulate,
+            is_first_plain: (0..per_buffer.min(columns)).all(is_plain),
+        }
+    }
+
+    /// Only so many of the rows, from `first` on, with `coefs` for their coefficients.
+    fn rows_from(&self, coefs: &'a mut Coefs, first: usize, count: usize) -> Task<'a> {
+        let mut targets = [std::ptr::null_mut(); GROUP_OUTPUTS];
+        let rows = count.min(self.rows - first);
+        targets[..rows].copy_from_slice(&self.targets[first..first + rows]);
+        for (part, all) in coefs.iter_mut().zip(self.coefs) {
+            part[..rows].copy_from_slice(&all[first..first + rows]);
+        }
+        Task { coefs, targets, rows, ..*self }
+    }
+}

@@ -1,0 +1,148 @@
+//! What a hop does to its bytes: from the incoming stream x and the local blocks o it makes
+//!
+//! ```text
+//! x' = x + sum psi o     forwarded
+//! c  = x + sum xi  o     stored
+//! ```
+
+use std::hint::black_box;
+
+use anyhow::Result;
+use rapidraid::gf::{Kernel, Matrix, Mode, field};
+use reed_solomon_erasure::galois_8 as plain;
+use reed_solomon_erasure_simd::galois_8 as simd;
+
+use super::{Cast, Planned, Shape, applied_at, by_isal, copies, ours_in_place, ours_wide};
+use crate::check::Check;
+use crate::harness::{Contestant, Role, Run};
+use crate::lanes::Place;
+use crate::next;
+use crate::raw::floor::{self, Stores};
+
+/// The question for one and for two local blocks.
+pub const HOP: [&str; 2] = ["A hop with one local block", "A hop with two local blocks"];
+pub const FLOOR: &str = "XOR-only loop over the same streams";
+pub const FLOOR_PAST_CACHES: &str = "XOR-only loop, stores past the caches";
+pub const RS_ERASURE: &str = "reed-solomon-erasure 6, passes";
+pub const RS_ERASURE_SIMD: &str = "reed-solomon-erasure 5 with simd-accel, passes";
+
+pub fn planned() -> Vec<Planned> {
+    let mut planned = Vec::new();
+    for (question, locals) in HOP.into_iter().zip(1..) {
+        for place in [Place::Cache, Place::Memory] {
+            let make = if locals == 1 { make::<2> } else { make::<3> };
+            let shape = Shape { inputs: locals + 1, outputs: 2, cache_bytes: 64 << 10 };
+            planned.push(Planned { question, place, shape, make, counted_buffers: 1 });
+        }
+    }
+    planned
+}
+
+/// The matrix of a hop: both outputs have the incoming stream as it is.
+pub fn matrix(locals: usize) -> Result<Matrix> {
+    let row =
+        |first: usize| (0..=locals).map(move |i| if i == 0 { 1 } else { field::exp(first + i) });
+    let rows: [Vec<u8>; 2] = [row(100).collect(), row(200).collect()];
+    Ok(Matrix::from_rows(&rows)?)
+}
+
+/// `I` is one more than the local blocks.
+fn make<const I: usize>(cast: &Cast, place: Place) -> Result<Vec<Contestant<'static>>> {
+    let matrix = matrix(I - 1)?;
+    let mut contestants = copies::contestants(1, place)?;
+    contestants.push(floor_of::<I>(FLOOR, Stores::Plain)?);
+    if place == Place::Memory && floor::has_non_temporal() {
+        contestants.push(floor_of::<I>(FLOOR_PAST_CACHES, Stores::NonTemporal)?);
+    }
+    for kernel in Kernel::available() {
+        contestants.extend(applied_at(kernel, &matrix, place));
+    }
+    contestants.extend(in_place(cast.kernel, &matrix));
+    contestants.extend(wide(cast.kernel, I - 1, place)?);
+    contestants.extend(cast.isal.iter().map(|isal| by_isal(isal, &matrix, None)));
+    contestants.push(passes(RS_ERASURE, &matrix, plain::mul_slice_xor));
+    if crate::has_simd_accel() {
+        contestants.push(passes(RS_ERASURE_SIMD, &matrix, simd::mul_slice_xor));
+    }
+    Ok(contestants)
+}
+
+fn floor_of<const I: usize>(name: &str, stores: Stores) -> Result<Contestant<'static>> {
+    let run: Run<'static> = Box::new(move |lanes, repetitions| {
+        let inputs = std::array::from_fn::<&[u8], I, _>(|input| lanes.inputs[input]);
+        let [first, second, ..] = &mut lanes.outputs[..] else { return Ok(()) };
+        for _ in 0..repetitions {
+            floor::xor(black_box(inputs), [&mut **first, &mut **second], stores);
+        }
+        Ok(())
+    });
+    let check = Check::Outputs(Matrix::from_rows(&[[1; I]; 2])?);
+    Ok(Contestant { name: name.to_owned(), role: Role::Floor, check, run })
+}
+
+fn in_place(kernel: Kernel, matrix: &Matrix) -> Option<Contestant<'static>> {
+    let apply = next::IN_PLACE?;
+    let (check, matrix) = (Check::InPlace(matrix.clone()), matrix.clone());
+    let run: Run<'static> = Box::new(move |lanes, repetitions| {
+        let locals = &lanes.inputs[1..matrix.cols()];
+        let [stored, ..] = &mut lanes.outputs[..] else { return Ok(()) };
+        for _ in 0..repetitions {
+            apply(kernel, &matrix, &mut [&mut *lanes.stream], locals, &mut [&mut **stored])?;
+        }
+        Ok(())
+    });
+    Some(Contestant { name: ours_in_place(kernel), role: Role::Ours, check, run })
+}
+
+/// The same hop over GF(2^16). The coefficients lie in no smaller field; the library's own tests check its bytes.
+fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Option<Contestant<'static>>> {
+    let Some(make) = next::WIDE else { return Ok(None) };
+    let row =
+        |seed: u16| (0..=locals as u16).map(move |i| if i == 0 { 1 } else { seed * (2 * i + 1) });
+    let rows: [Vec<u16>; 2] = [row(0x1234).collect(), row(0x2b67).collect()];
+    let matrix = make(kernel, &rows)?;
+    let mode = next::STREAM.filter(|_| place == Place::Memory).unwrap_or(Mode::Overwrite);
+    let run: Run<'static> = Box::new(move |lanes, repetitions| {
+        let (inputs, outputs) = (&lanes.inputs[..=locals], &mut lanes.outputs[..2]);
+        (0..repetitions).try_for_each(|_| matrix(inputs, outputs, mode))?;
+        Ok(())
+    });
+    // Against the portable kernel, which is another matrix of the same rows.
+    let portable = make(Kernel::named("portable")?, &rows)?;
+    let check = Check::Own(Box::new(move |lanes| {
+        let bytes = lanes.bytes().min(64 << 10);
+        let inputs: Vec<&[u8]> =
+            lanes.inputs[..=locals].iter().map(|input| &input[..bytes]).collect();
+        let mut expected = vec![vec![0; bytes]; 2];
+        let mut got: Vec<Vec<u8>> = expected.clone();
+        let twin = make(kernel, &rows)?;
+        for (apply, outputs) in [(&portable, &mut expected), (&twin, &mut got)] {
+            let mut outputs: Vec<&mut [u8]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
+            apply(&inputs, &mut outputs, Mode::Overwrite)?;
+        }
+        anyhow::ensure!(expected == got, "GF(2^16) differs from the portable kernel");
+        Ok(())
+    }));
+    Ok(Some(Contestant { name: ours_wide(kernel), role: Role::Ours, check, run }))
+}
+
+/// A hop by functions that multiply one slice: two copies, then one pass for each coefficient but the ones.
+fn passes(
+    name: &str,
+    matrix: &Matrix,
+    mul_slice_xor: fn(u8, &[u8], &mut [u8]),
+) -> Contestant<'static> {
+    let (check, matrix) = (Check::Outputs(matrix.clone()), matrix.clone());
+    let run: Run<'static> = Box::new(move |lanes, repetitions| {
+        for _ in 0..repetitions {
+            for (row, output) in matrix.iter().zip(&mut lanes.outputs) {
+                output.copy_from_slice(lanes.inputs[0]);
+                for (&coef, local) in row.iter().zip(&lanes.inputs).skip(1) {
+                    mul_slice_xor(coef, local, output);
+                }
+            }
+        }
+        Ok(())
+    });
+    Contestant { name: name.to_owned(), role: Role::Peer, check, run }
+}

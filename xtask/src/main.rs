@@ -4,6 +4,7 @@
 //! never in silence. The last line is always `N passed, N failed`.
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
+mod bench;
 mod cargo;
 mod fuzz;
 mod kills;
@@ -25,6 +26,8 @@ cargo xtask kills --cell ROLE:DEED.STAGE [--seed S] one cell of it, as head:arch
 cargo xtask kills --random N [--seed S]             N kills at any moment, two clients at work
 cargo xtask kills --restores [--mib M]              sixteen daemons: restores with nodes gone or standing still
 cargo xtask kills --standstill                      64 stripes at once over them, with the least memory
+cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels beside others; docs/benchmarks/kernels.md
+cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json
 cargo xtask help    this text
 
 The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
@@ -38,6 +41,7 @@ fn main() -> ExitCode {
         ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),
         ["fuzz", rest @ ..] => fuzz::parse(rest).map_or_else(misused, |what| fuzz::fuzz(&what)),
         ["kills", rest @ ..] => kills::parse(rest).map_or_else(misused, |what| kills::kills(&what)),
+        ["bench", rest @ ..] => bench::parse(rest).map_or_else(misused, |what| bench::bench(&what)),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");
             ExitCode::SUCCESS

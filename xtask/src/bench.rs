@@ -1,0 +1,68 @@
+//! `cargo xtask bench`: the kernel benchmarks, and the picture of their record. The package that measures is no
+//! default member of the workspace; it is compiled here, for release, and knows what to write.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use crate::cargo::cargo;
+
+const RECORD: &str = "benches/record/kernels.json";
+const PAGE: &str = "docs/benchmarks/kernels.md";
+const PICTURE: &str = "docs/benchmarks/kernels.svg";
+/// A short run is no record: it leaves what it measured where builds do.
+const SHORT_RECORD: &str = "target/bench/kernels.json";
+const SHORT_PICTURE: &str = "target/bench/kernels.svg";
+
+/// What the arguments ask for, as arguments of the program that measures; an error says what is wrong with them.
+pub fn parse(arguments: &[&str]) -> Result<Vec<String>, String> {
+    let owned = |arguments: &[&str]| arguments.iter().map(|text| (*text).to_owned()).collect();
+    match arguments {
+        ["plot"] => Ok(owned(&["plot", RECORD, PICTURE])),
+        ["kernels", rest @ ..] => {
+            let mut asked: Vec<String> = owned(rest);
+            if rest.contains(&"--only") || rest.contains(&"--help") {
+                return Ok(asked);
+            }
+            if rest.contains(&"--short") {
+                asked
+                    .extend(["--record", SHORT_RECORD, "--picture", SHORT_PICTURE].map(Into::into));
+            } else {
+                asked.extend(
+                    ["--record", RECORD, "--page", PAGE, "--picture", PICTURE].map(Into::into),
+                );
+            }
+            Ok(asked)
+        }
+        other => Err(format!("cargo xtask bench knows no {:?}: kernels or plot", other.join(" "))),
+    }
+}
+
+/// Compiles what measures and runs it at the root of the repository.
+pub fn bench(arguments: &[String]) -> ExitCode {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
+    let mut command = cargo();
+    command.args(["run", "--locked", "--release", "--package", "rapidraid-kernel-bench", "--"]);
+    match command.args(arguments).current_dir(root).status() {
+        Ok(status) if status.success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cannot start cargo: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_full_run_writes_to_the_repository() {
+        let writes_page = |arguments: &[&str]| parse(arguments).unwrap().contains(&PAGE.to_owned());
+        assert!(writes_page(&["kernels"]));
+        assert!(!writes_page(&["kernels", "--short"]));
+        assert_eq!(parse(&["kernels", "--only", "hop"]).unwrap(), ["--only", "hop"]);
+        assert_eq!(parse(&["plot"]).unwrap(), ["plot", RECORD, PICTURE]);
+        assert!(parse(&["disks"]).is_err());
+    }
+}

@@ -13,6 +13,9 @@ const WINDOW_BYTES: usize = 64 << 10;
 /// What outputs hold before the work is done.
 const UNTOUCHED: u8 = 0x5a;
 
+/// Looks at the buffers by itself, and says what is wrong.
+pub type OwnCheck<'a> = Box<dyn Fn(&mut Lanes<'_>) -> Result<()> + 'a>;
+
 /// What a contestant must leave behind.
 pub enum Check<'a> {
     /// The first outputs are this matrix applied to the first inputs.
@@ -20,7 +23,7 @@ pub enum Check<'a> {
     /// The same, but the first input and the first output are the stream.
     InPlace(Matrix),
     /// Something of its own.
-    Own(Box<dyn Fn(&mut Lanes<'_>) -> Result<()> + 'a>),
+    Own(OwnCheck<'a>),
 }
 
 impl Check<'_> {
@@ -61,7 +64,7 @@ fn expected(matrix: &Matrix, lanes: &Lanes<'_>, window: Range<usize>) -> Result<
 
 fn windows(bytes: usize) -> Vec<Range<usize>> {
     if bytes <= 3 * WINDOW_BYTES {
-        return vec![0..bytes];
+        return std::iter::once(0..bytes).collect();
     }
     [0, (bytes - WINDOW_BYTES) / 2, bytes - WINDOW_BYTES].map(|at| at..at + WINDOW_BYTES).to_vec()
 }

@@ -27,4 +27,7 @@ pub const IN_PLACE: Option<InPlace> = None;
 pub type Wide = Box<dyn Fn(&[&[u8]], &mut [&mut [u8]], Mode) -> Result<(), GfError>>;
 
 /// Makes a matrix over GF(2^16) ready, from its rows.
-pub const WIDE: Option<fn(Kernel, &[Vec<u16>]) -> Result<Wide, GfError>> = None;
+pub type MakeWide = fn(Kernel, &[Vec<u16>]) -> Result<Wide, GfError>;
+
+/// The kernel over GF(2^16).
+pub const WIDE: Option<MakeWide> = None;

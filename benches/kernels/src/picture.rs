@@ -32,10 +32,12 @@ struct Panel<'r> {
 }
 
 impl<'r> Panel<'r> {
-    /// Every contestant once, where it first comes.
+    /// Every contestant once, in the order of the group that has most.
     fn names(&self) -> Vec<&'r str> {
         let mut names: Vec<&str> = Vec::new();
-        for row in self.groups.iter().flat_map(|group| &group.contestants) {
+        let mut groups = self.groups.clone();
+        groups.sort_by_key(|group| std::cmp::Reverse(group.contestants.len()));
+        for row in groups.into_iter().flat_map(|group| &group.contestants) {
             if !names.contains(&row.name.as_str()) {
                 names.push(&row.name);
             }
@@ -89,8 +91,8 @@ fn draw_panel(out: &mut String, panel: &Panel<'_>, y: usize) -> usize {
         1 => "GB/s of one stream".to_owned(),
         _ => format!("GB/s of all {counted} blocks"),
     };
-    let top = y + 26;
-    text(out, "n", MARGIN, top, panel.question);
+    text(out, "n", MARGIN, y + 22, panel.question);
+    let top = y + 40;
     let names = panel.names();
     let bottom = top + 14 + names.len() * ROW + 8;
     for (column, place) in PLACES.into_iter().enumerate() {

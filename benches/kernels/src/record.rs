@@ -118,7 +118,8 @@ impl Machine {
                 .filter(|name| is_there(name))
                 .map(|&name| name.to_owned())
                 .collect(),
-            cores: std::thread::available_parallelism().map_or(0, usize::from),
+            // Not those that this thread may use: it is pinned to one of them.
+            cores: cpu.lines().filter(|line| line.starts_with("processor")).count(),
             caches: caches(),
             memory_mib: kib(&memory, "MemTotal") / 1024,
             kernel: format!("{} {}", text(system.sysname()), text(system.release())),

@@ -7,7 +7,6 @@ mod check;
 mod groups;
 mod harness;
 mod lanes;
-mod next;
 mod picture;
 mod raw;
 mod record;
@@ -120,7 +119,6 @@ fn measure(asked: &Asked) -> Result<Record> {
     if !has_simd_accel() {
         skipped.push("reed-solomon-erasure with simd-accel: it needs AVX2".to_owned());
     }
-    skipped.extend(to_come());
     let cast = Cast { isal, kernel: Kernel::from_env()?, draws: effort.draws };
     let pinned_to = match harness::pin() {
         Ok(cpu) => Some(cpu),
@@ -173,17 +171,6 @@ fn has_simd_accel() -> bool {
     return is_x86_feature_detected!("avx2");
     #[cfg(not(target_arch = "x86_64"))]
     return true;
-}
-
-/// Which rows wait for the library.
-fn to_come() -> Vec<String> {
-    let waits = [
-        ("stores past the caches", next::STREAM.is_none()),
-        ("the hop written over the incoming buffer", next::IN_PLACE.is_none()),
-        ("GF(2^16)", next::WIDE.is_none()),
-    ];
-    let names = waits.into_iter().filter(|(_, is_missing)| *is_missing).map(|(name, _)| name);
-    names.map(|name| format!("{name}: the library does not offer it")).collect()
 }
 
 fn peers(cast: &Cast) -> Vec<String> {

@@ -8,15 +8,14 @@
 use std::hint::black_box;
 
 use anyhow::Result;
-use rapidraid::gf::{Kernel, Matrix, Mode, field};
+use rapidraid::gf::{Kernel, Matrix, Matrix16, Mode, field};
 use reed_solomon_erasure::galois_8 as plain;
 use reed_solomon_erasure_simd::galois_8 as simd;
 
-use super::{Cast, Planned, Shape, applied_at, by_isal, copies, ours_in_place, ours_wide};
+use super::{Cast, Planned, Shape, applied_at, by_isal, copies, ours_in_place, ours_wide, suited};
 use crate::check::Check;
 use crate::harness::{Contestant, Role, Run};
 use crate::lanes::Place;
-use crate::next;
 use crate::raw::floor::{self, Stores};
 
 /// The question for one and for two local blocks.
@@ -57,8 +56,8 @@ fn make<const I: usize>(cast: &Cast, place: Place) -> Result<Vec<Contestant<'sta
     for kernel in Kernel::available() {
         contestants.extend(applied_at(kernel, &matrix, place));
     }
-    contestants.extend(in_place(cast.kernel, &matrix));
-    contestants.extend(wide(cast.kernel, I - 1, place)?);
+    contestants.push(in_place(cast.kernel, &matrix));
+    contestants.push(wide(cast.kernel, I - 1, place)?);
     contestants.extend(cast.isal.iter().map(|isal| by_isal(isal, &matrix, None)));
     contestants.push(passes(RS_ERASURE, &matrix, plain::mul_slice_xor));
     if crate::has_simd_accel() {
@@ -80,50 +79,50 @@ fn floor_of<const I: usize>(name: &str, stores: Stores) -> Result<Contestant<'st
     Ok(Contestant { name: name.to_owned(), role: Role::Floor, check, run })
 }
 
-fn in_place(kernel: Kernel, matrix: &Matrix) -> Option<Contestant<'static>> {
-    let apply = next::IN_PLACE?;
+fn in_place(kernel: Kernel, matrix: &Matrix) -> Contestant<'static> {
     let (check, matrix) = (Check::InPlace(matrix.clone()), matrix.clone());
     let run: Run<'static> = Box::new(move |lanes, repetitions| {
         let locals = &lanes.inputs[1..matrix.cols()];
         let [stored, ..] = &mut lanes.outputs[..] else { return Ok(()) };
         for _ in 0..repetitions {
-            apply(kernel, &matrix, &mut [&mut *lanes.stream], locals, &mut [&mut **stored])?;
+            let streams = &mut [&mut *lanes.stream];
+            kernel.apply_in_place(&matrix, streams, locals, &mut [&mut **stored])?;
         }
         Ok(())
     });
-    Some(Contestant { name: ours_in_place(kernel), role: Role::Ours, check, run })
+    Contestant { name: ours_in_place(kernel), role: Role::Ours, check, run }
 }
 
-/// The same hop over GF(2^16). The coefficients lie in no smaller field; the library's own tests check its bytes.
-fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Option<Contestant<'static>>> {
-    let Some(make) = next::WIDE else { return Ok(None) };
-    let row =
-        |seed: u16| (0..=locals as u16).map(move |i| if i == 0 { 1 } else { seed * (2 * i + 1) });
-    let rows: [Vec<u16>; 2] = [row(0x1234).collect(), row(0x2b67).collect()];
-    let matrix = make(kernel, &rows)?;
-    let mode = next::STREAM.filter(|_| place == Place::Memory).unwrap_or(Mode::Overwrite);
+/// The same hop over GF(2^16). The coefficients lie in no smaller field.
+fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Contestant<'static>> {
+    let row = |seed: u8| {
+        let others = (1..=locals as u8).map(move |i| [seed * (2 * i + 1), seed + i]);
+        std::iter::once([1, 0]).chain(others)
+    };
+    let entries = row(0x35).chain(row(0x67)).collect();
+    let matrix = Matrix16::new(2, locals + 1, entries)?;
+    let (mode, twin) = (suited(kernel, place).0, matrix.clone());
     let run: Run<'static> = Box::new(move |lanes, repetitions| {
         let (inputs, outputs) = (&lanes.inputs[..=locals], &mut lanes.outputs[..2]);
-        (0..repetitions).try_for_each(|_| matrix(inputs, outputs, mode))?;
+        (0..repetitions).try_for_each(|_| kernel.apply16(&matrix, inputs, outputs, mode))?;
         Ok(())
     });
-    // Against the portable kernel, which is another matrix of the same rows.
-    let portable = make(Kernel::named("portable")?, &rows)?;
+    // Against the portable kernel.
     let check = Check::Own(Box::new(move |lanes| {
         let bytes = lanes.bytes().min(64 << 10);
         let inputs: Vec<&[u8]> =
             lanes.inputs[..=locals].iter().map(|input| &input[..bytes]).collect();
-        let mut expected = vec![vec![0; bytes]; 2];
-        let mut got: Vec<Vec<u8>> = expected.clone();
-        let twin = make(kernel, &rows)?;
-        for (apply, outputs) in [(&portable, &mut expected), (&twin, &mut got)] {
-            let mut outputs: Vec<&mut [u8]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
-            apply(&inputs, &mut outputs, Mode::Overwrite)?;
+        let mut made = Vec::new();
+        for kernel in [Kernel::named("portable")?, kernel] {
+            let mut outputs = vec![vec![0; bytes]; 2];
+            let mut views: Vec<&mut [u8]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
+            kernel.apply16(&twin, &inputs, &mut views, Mode::Overwrite)?;
+            made.push(outputs);
         }
-        anyhow::ensure!(expected == got, "GF(2^16) differs from the portable kernel");
+        anyhow::ensure!(made[0] == made[1], "GF(2^16) differs from the portable kernel");
         Ok(())
     }));
-    Ok(Some(Contestant { name: ours_wide(kernel), role: Role::Ours, check, run }))
+    Ok(Contestant { name: ours_wide(kernel), role: Role::Ours, check, run })
 }
 
 /// A hop by functions that multiply one slice: two copies, then one pass for each coefficient but the ones.

@@ -13,7 +13,6 @@ use rapidraid::gf::{Kernel, Matrix, Mode, field};
 use crate::check::Check;
 use crate::harness::{Contestant, Group, Role, Run};
 use crate::lanes::Place;
-use crate::next;
 use crate::raw::isal::Isal;
 
 pub use copies::COPY;
@@ -93,12 +92,11 @@ pub fn tiled(isal: &Isal) -> String {
     format!("{} in 16 KiB tiles", isal.name())
 }
 
-/// The mode that suits a place, and the name of the row that has it: past the caches from memory, where the library
-/// can do that.
+/// The mode that suits a place, and the name of the row that has it.
 pub fn suited(kernel: Kernel, place: Place) -> (Mode, String) {
-    match next::STREAM.filter(|_| place == Place::Memory) {
-        Some(stream) => (stream, ours_past_caches(kernel)),
-        None => (Mode::Overwrite, ours(kernel)),
+    match place {
+        Place::Memory => (Mode::Stream, ours_past_caches(kernel)),
+        Place::Cache => (Mode::Overwrite, ours(kernel)),
     }
 }
 

@@ -78,7 +78,7 @@ fn without_idle_pieces(pieces: &[usize], draft: Draft) -> Result<Program, CodeEr
     let Draft { mut steps, outputs } = draft;
     let mut used = Vec::new();
     for (_, operand) in steps.iter_mut().flat_map(|step| &mut step.terms) {
-        if let Operand::Piece(input) = operand {
+        if let Operand::Input(input) = operand {
             let piece = pieces.get(*input).copied().unwrap_or(usize::MAX);
             *input = used.iter().position(|&other| other == piece).unwrap_or_else(|| {
                 used.push(piece);
@@ -96,7 +96,7 @@ fn multiplications(row: &[u8]) -> usize {
 
 fn dense_step(row: &[u8]) -> Step {
     let terms = row.iter().enumerate().filter(|(_, coef)| **coef != 0);
-    Step { scale: 1, terms: terms.map(|(input, &coef)| (coef, Operand::Piece(input))).collect() }
+    Step { scale: 1, terms: terms.map(|(input, &coef)| (coef, Operand::Input(input))).collect() }
 }
 
 /// `piece + sum of coef * unknown = 0`. Unknown j below k is block j, unknown k + i is the stream of hop i.
@@ -263,7 +263,7 @@ impl Solution<'_> {
         for &(index, unknown) in &self.peeled {
             let equation = &self.peeling.equations[index];
             let mut terms: Vec<(u8, Operand)> =
-                equation.input.iter().map(|&input| (1, Operand::Piece(input))).collect();
+                equation.input.iter().map(|&input| (1, Operand::Input(input))).collect();
             for &(coef, other) in equation.terms.iter().filter(|term| term.1 != unknown) {
                 let register = register_of[other].ok_or(defect.clone())?;
                 terms.push((coef, Operand::Register(register)));
@@ -377,7 +377,6 @@ mod tests {
 
     #[test]
     fn random_bytes_come_back() {
-        let mut scratch = Vec::new();
         for (code, step) in [
             (chain(16, 11), 37),
             (chain(8, 4), 1),
@@ -395,7 +394,7 @@ mod tests {
                     program.pieces().iter().map(|&piece| &pieces[piece][..]).collect();
                 let mut got = vec![vec![0xa5; 1000]; wanted.len()];
                 let mut outputs: Vec<&mut [u8]> = got.iter_mut().map(Vec::as_mut_slice).collect();
-                program.run(&inputs, &mut outputs, &mut scratch).unwrap();
+                program.run(&inputs, &mut outputs, Mode::Overwrite).unwrap();
                 for (&block, got) in wanted.iter().zip(&got) {
                     assert_eq!(got, &blocks[block], "{code} block {block} from {available:?}");
                 }

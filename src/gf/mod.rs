@@ -9,11 +9,13 @@ pub mod field;
 pub mod field16;
 pub mod fingerprint;
 pub mod kernel;
+mod line;
 mod matrix;
 mod matrix16;
 
 pub use fingerprint::{Fingerprint, FingerprintKey};
 pub use kernel::{Kernel, Mode};
+pub use line::{Line, Operand, Step};
 pub use matrix::Matrix;
 pub(crate) use matrix::add_scaled;
 pub use matrix16::Matrix16;
@@ -79,6 +81,9 @@ pub enum GfError {
         /// The most columns.
         max_cols: usize,
     },
+    /// A straight-line program replaces what its outputs hold.
+    #[error("a straight-line program adds to nothing: use `Mode::Overwrite` or `Mode::Stream`")]
+    NoSum,
     /// The matrix has no inverse.
     #[error("a matrix of side {side} has rank {rank} and so no inverse: choose other rows")]
     Singular {
@@ -119,4 +124,14 @@ pub fn apply(
     mode: Mode,
 ) -> Result<(), GfError> {
     Kernel::active().apply(matrix, inputs, outputs, mode)
+}
+
+/// Runs a straight-line program with the kernel chosen for this processor: see [`Kernel::run`].
+pub fn run(
+    line: &Line,
+    inputs: &[&[u8]],
+    outputs: &mut [&mut [u8]],
+    mode: Mode,
+) -> Result<(), GfError> {
+    Kernel::active().run(line, inputs, outputs, mode)
 }

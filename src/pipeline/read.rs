@@ -30,7 +30,7 @@ use crate::code::{Code, CodeError, Program, reconstruct};
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
-use crate::gf::FingerprintKey;
+use crate::gf::{FingerprintKey, Mode};
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::Caller;
@@ -403,7 +403,7 @@ impl StripeReader {
                     let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
                     let mut targets: Vec<&mut [u8]> =
                         decoded.iter_mut().map(|bytes| &mut bytes[..]).collect();
-                    program.run(&inputs, &mut targets, &mut Vec::new())?;
+                    program.run(&inputs, &mut targets, Mode::Overwrite)?;
                     Ok(decoded.into_iter().map(Bytes::from).collect())
                 };
                 let decoded = self.reading.workers.run(decode).await??;

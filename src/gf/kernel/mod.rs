@@ -16,10 +16,10 @@ mod x86;
 
 use std::sync::OnceLock;
 
-use group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, Planes};
+use group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, Planes, STEP_BYTES};
 
 use super::fingerprint::FingerprintKey;
-use super::{GfError, Matrix, Matrix16, field16};
+use super::{GfError, Line, Matrix, Matrix16, field16};
 
 /// The environment variable that names the kernel to use.
 pub const ENV: &str = "RAPIDRAID_KERNEL";
@@ -212,6 +212,33 @@ impl Kernel {
         }
     }
 
+    /// Runs a straight-line program: output by output of it, for every byte offset. All buffers must have one length; any length and any
+    /// alignment will do. [`Mode::Accumulate`] is refused.
+    pub fn run(
+        self,
+        line: &Line,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        mode: Mode,
+    ) -> Result<(), GfError> {
+        let bytes = line.check(inputs, outputs)?;
+        if mode == Mode::Accumulate {
+            return Err(GfError::NoSum);
+        }
+        let whole = bytes - bytes % STEP_BYTES;
+        let done = match self.0 {
+            Isa::Portable => 0,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(isa) => isa.run(line, inputs, outputs, whole, mode),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Gfni(isa) => isa.run(line, inputs, outputs, whole, mode),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Gfni(isa) => isa.run(line, inputs, outputs, whole, mode),
+        };
+        portable::run(line, inputs, outputs, done..bytes);
+        Ok(())
+    }
+
     fn apply_group(self, group: Group<'_, '_, '_>) {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -240,7 +267,7 @@ impl Kernel {
 }
 
 /// The common length of all buffers, if their number and lengths fit the matrix.
-fn check(
+pub(super) fn check(
     (rows, cols): (usize, usize),
     streams: &[&mut [u8]],
     inputs: &[&[u8]],
@@ -269,9 +296,12 @@ fn check(
 /// The coefficients of the group whose first output and input are given.
 fn coefs_from(matrix: &Matrix, first_output: usize, first_input: usize) -> Coefs {
     let mut coefs = [[0; GROUP_OUTPUTS]; GROUP_INPUTS];
-    for (o, row) in matrix.iter().skip(first_output).take(GROUP_OUTPUTS).enumerate() {
-        for (i, &coef) in row.iter().skip(first_input).take(GROUP_INPUTS).enumerate() {
-            coefs[i][o] = coef;
+    let rows = GROUP_OUTPUTS.min(matrix.rows() - first_output);
+    let cols = GROUP_INPUTS.min(matrix.cols() - first_input);
+    for o in 0..rows {
+        let row = &matrix.row(first_output + o)[first_input..first_input + cols];
+        for i in 0..cols {
+            coefs[i][o] = row[i];
         }
     }
     coefs

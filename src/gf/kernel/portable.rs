@@ -1,10 +1,13 @@
 //! The kernel for any processor: plain loops over arrays that the compiler turns into whatever vectors the
 //! target has. No table lookup and no branch depends on data.
 
+use std::ops::Range;
+
 use super::Mode;
 use super::group::{GROUP_OUTPUTS, Group, STEP_BYTES};
 use crate::gf::field;
 use crate::gf::fingerprint::FingerprintKey;
+use crate::gf::line::{Line, Link, Operation, Source, Sum, Target};
 
 /// Bytes handled at once: long enough to hide the branches on coefficients, short enough for the nearest cache.
 const STEP: usize = 256;
@@ -57,6 +60,65 @@ pub(super) fn apply_split(group: Group<'_, '_, '_>) {
     }
 }
 
+/// A straight-line program over a range of bytes.
+pub(super) fn run(line: &Line, inputs: &[&[u8]], outputs: &mut [&mut [u8]], range: Range<usize>) {
+    let mut slots = vec![[0; STEP]; line.slots];
+    let mut last = [0; STEP];
+    for start in range.clone().step_by(STEP) {
+        let step = start..range.end.min(start + STEP);
+        let read = |input: usize| {
+            let mut data = [0; STEP];
+            data[..step.len()].copy_from_slice(&inputs[input][step.clone()]);
+            data
+        };
+        let mut write = |slots: &mut [[u8; STEP]], target: Target, data: &[u8; STEP]| {
+            if let Some(slot) = target.slot {
+                slots[slot] = *data;
+            }
+            if let Some(output) = target.output {
+                outputs[output][step.clone()].copy_from_slice(&data[..step.len()]);
+            }
+        };
+        for operation in &line.operations {
+            let mut sum = [0; STEP];
+            let mut result = [0; STEP];
+            match *operation {
+                Operation::Sum(Sum { first, count, scale, target }) => {
+                    for term in &line.terms[first..][..count] {
+                        let data = match term.source {
+                            Source::Input(input) => read(input),
+                            Source::Slot(slot) => slots[slot],
+                            Source::Last => last,
+                        };
+                        add_product(&mut sum, term.coef, data);
+                    }
+                    add_product(&mut result, scale, sum);
+                    write(&mut slots, target, &result);
+                    last = result;
+                }
+                Operation::Link(Link { input, goes_on, known, scale, forward, target, next }) => {
+                    let mut x = if goes_on { last } else { [0; STEP] };
+                    add(&mut sum, &read(input));
+                    add(&mut sum, &x);
+                    if let Some((slot, e, f)) = known {
+                        add_product(&mut sum, e, slots[slot]);
+                        add_product(&mut x, f, slots[slot]);
+                    }
+                    add_product(&mut result, scale, sum);
+                    write(&mut slots, target, &result);
+                    add_product(&mut x, forward, result);
+                    write(&mut slots, next, &x);
+                    last = x;
+                }
+            }
+        }
+    }
+}
+
+fn add_product(sum: &mut [u8; STEP], coef: u8, data: [u8; STEP]) {
+    add_products(std::slice::from_mut(sum), data, &[coef]);
+}
+
 fn put(output: &mut [u8], sums: &[u8], mode: Mode) {
     match mode {
         Mode::Overwrite | Mode::Stream => output.copy_from_slice(sums),
@@ -66,7 +128,7 @@ fn put(output: &mut [u8], sums: &[u8], mode: Mode) {
 
 /// Adds to each sum its coefficient times the input, bit by bit of the coefficients: the input is doubled
 /// from one bit to the next, once for all outputs.
-fn add_products(sums: &mut [[u8; STEP]], mut powers: [u8; STEP], coefs: &[u8; GROUP_OUTPUTS]) {
+fn add_products(sums: &mut [[u8; STEP]], mut powers: [u8; STEP], coefs: &[u8]) {
     let all_bits = coefs.iter().fold(0, |all, coef| all | coef);
     for bit in 0..(8 - all_bits.leading_zeros()) {
         if bit > 0 {

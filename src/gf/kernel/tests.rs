@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::entropy::{Entropy, SeededEntropy};
-use crate::gf::field;
+use crate::gf::{Line, Operand, Step, field};
 use proptest::prelude::*;
 
 /// Around one vector, four vectors, a step of the portable kernel, a tile.
@@ -143,6 +143,125 @@ fn what_one_pass_cannot_do_is_not_done_in_place() {
     }
 }
 
+/// A program of random steps, each over up to `terms` of what is there by then.
+fn random_line(entropy: &SeededEntropy, inputs: usize, steps: usize) -> (Vec<Step>, Vec<usize>) {
+    let below = |limit: usize| entropy.below(limit as u64) as usize;
+    let coef = |_| if below(3) == 0 { 1 } else { below(256) as u8 };
+    let mut made: Vec<Step> = Vec::new();
+    while made.len() < steps {
+        let register = made.len();
+        let operand = |_| match below(inputs + register) {
+            earlier if earlier < register => Operand::Register(earlier),
+            input => Operand::Input(input - register),
+        };
+        let terms = (0..1 + below(4)).map(|at| (coef(at), operand(at))).collect();
+        let scale = coef(0);
+        if below(3) == 0 {
+            made.push(Step { scale, terms });
+            continue;
+        }
+        // Two steps of a chain, perhaps with something between that makes them none.
+        let mut both = Vec::new();
+        both.extend((register > 0 && below(4) > 0).then(|| (1, Operand::Register(register - 1))));
+        both.extend((below(3) == 0).then(|| (coef(0), operand(0))));
+        let one = [(1, Operand::Input(below(inputs)))].into_iter().chain(both.clone());
+        let terms = one.collect();
+        made.push(Step { scale, terms });
+        if let Some((factor, _)) = both.last_mut().filter(|_| register > 0 && below(2) == 0) {
+            *factor = coef(0);
+        }
+        both.push((coef(0), Operand::Register(register)));
+        made.push(Step { scale: if below(9) == 0 { 2 } else { 1 }, terms: both });
+    }
+    let steps = made;
+    let mut outputs: Vec<usize> = (0..steps.len()).filter(|_| below(2) == 0).collect();
+    outputs.push(steps.len() - 1);
+    outputs.dedup();
+    let by = below(outputs.len());
+    outputs.rotate_left(by);
+    (steps, outputs)
+}
+
+fn line_twin(steps: &[Step], inputs: &[&[u8]], t: usize) -> Vec<u8> {
+    let mut registers = Vec::new();
+    for step in steps {
+        let sum = step.terms.iter().fold(0, |sum, &(coef, operand)| {
+            let byte = match operand {
+                Operand::Input(input) => inputs[input][t],
+                Operand::Register(register) => registers[register],
+            };
+            sum ^ field::mul(coef, byte)
+        });
+        registers.push(field::mul(step.scale, sum));
+    }
+    registers
+}
+
+fn compare_line(inputs: usize, steps: usize, len: usize, seed: u64) {
+    let entropy = SeededEntropy::new(seed);
+    let (steps, wanted) = random_line(&entropy, inputs, steps);
+    let line = Line::new(inputs, &steps, &wanted).unwrap();
+    let offset = entropy.below(3) as usize * 32;
+    let inputs: Vec<Vec<u8>> = (0..inputs).map(|_| random(&entropy, len + offset)).collect();
+    let inputs: Vec<&[u8]> = inputs.iter().map(|input| &input[offset..]).collect();
+    let registers: Vec<Vec<u8>> = (0..len).map(|t| line_twin(&steps, &inputs, t)).collect();
+    let around: Vec<Vec<u8>> =
+        wanted.iter().map(|_| random(&entropy, len + offset + 512)).collect();
+    for (kernel, mode) in
+        Kernel::available().into_iter().flat_map(|k| [(k, Mode::Overwrite), (k, Mode::Stream)])
+    {
+        let mut got = around.clone();
+        let mut outputs: Vec<&mut [u8]> =
+            got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
+        kernel.run(&line, &inputs, &mut outputs, mode).unwrap();
+        for ((got, around), register) in got.iter().zip(&around).zip(&wanted) {
+            let expected: Vec<u8> = registers.iter().map(|of| of[*register]).collect();
+            let name = kernel.name();
+            assert_eq!(got[offset..][..len], expected, "{name} {len} {seed} {mode:?}");
+            assert_eq!(got[..offset], around[..offset], "{name} wrote before its output");
+            assert_eq!(got[offset + len..], around[offset + len..], "{name} wrote past it");
+        }
+    }
+}
+
+#[test]
+fn every_kernel_runs_a_straight_line_as_its_twin() {
+    for (seed, len) in LENGTHS.into_iter().enumerate() {
+        compare_line(1 + seed % 7, 1 + 2 * seed, len, seed as u64);
+        compare_line(1 + seed % 7, 9, 300, 100 + seed as u64);
+    }
+    let line =
+        Line::new(1, &[Step { scale: 1, terms: vec![(1, Operand::Input(0))] }], &[0]).unwrap();
+    for kernel in Kernel::available() {
+        let outputs = &mut [&mut [0; 8][..]];
+        assert_eq!(kernel.run(&line, &[&[0; 8]], outputs, Mode::Accumulate), Err(GfError::NoSum));
+        assert!(kernel.run(&line, &[&[0; 8], &[0; 8]], outputs, Mode::Overwrite).is_err());
+        assert!(kernel.run(&line, &[&[0; 9]], outputs, Mode::Overwrite).is_err());
+    }
+}
+
+#[test]
+fn what_is_no_straight_line_is_refused() {
+    let step = |operand| Step { scale: 1, terms: vec![(1, operand)] };
+    for bad in [Operand::Register(0), Operand::Register(1), Operand::Input(1)] {
+        assert_eq!(Line::new(1, &[step(bad)], &[0]), None);
+    }
+    let good = [step(Operand::Input(0))];
+    assert_eq!(Line::new(1, &good, &[1]), None);
+    assert_eq!(Line::new(1, &good, &[0, 0]), None);
+    assert_eq!(Line::new(1, &[Step { scale: 1, terms: vec![] }], &[0]), None);
+    assert!(Line::new(1, &good, &[0]).is_some());
+    // All of these are read again at the end.
+    let many = |count: usize| {
+        let mut steps = vec![good[0].clone(); count];
+        let all = (0..count).map(|register| (1, Operand::Register(register)));
+        steps.push(Step { scale: 1, terms: all.collect() });
+        steps
+    };
+    assert!(Line::new(1, &many(Line::MAX_SLOTS + 1), &[Line::MAX_SLOTS + 1]).is_some());
+    assert_eq!(Line::new(1, &many(Line::MAX_SLOTS + 2), &[Line::MAX_SLOTS + 2]), None);
+}
+
 /// GF(2^16), symbol by symbol.
 fn twin16(matrix: &Matrix16, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
     let len = inputs[0].len();
@@ -235,6 +354,7 @@ proptest! {
     ) {
         compare_in_place(streams, inputs, outputs.min(4 - streams), symbols, seed);
         compare16(1 + outputs, 1 + inputs, 2 * symbols, seed);
+        compare_line(1 + inputs, 1 + 3 * streams, symbols, seed);
     }
 
     #[test]

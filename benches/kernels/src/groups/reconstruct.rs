@@ -72,12 +72,12 @@ fn pair(
     let program = program(available)?;
     let matrix = program.to_matrix()?;
     let check = Check::Outputs(matrix.clone());
-    let dense = applied(dense, kernel, &matrix, suited(kernel, place).0);
+    let mode = suited(kernel, place).0;
+    let dense = applied(dense, kernel, &matrix, mode);
     let inputs = matrix.cols();
-    let mut scratch = Vec::new();
     let run: Run<'static> = Box::new(move |lanes, repetitions| {
         let (inputs, outputs) = (&lanes.inputs[..inputs], &mut lanes.outputs[..BLOCKS]);
-        (0..repetitions).try_for_each(|_| program.run(inputs, outputs, &mut scratch))?;
+        (0..repetitions).try_for_each(|_| program.run(inputs, outputs, mode))?;
         Ok(())
     });
     Ok([Contestant { name: sparse, role: Role::Ours, check, run }, dense])

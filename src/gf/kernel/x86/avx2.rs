@@ -3,11 +3,13 @@
 
 use std::arch::x86_64::*;
 
-use super::super::group::{GROUP_INPUTS, GROUP_OUTPUTS, Group};
+use super::super::Mode;
+use super::super::group::{GROUP_INPUTS, GROUP_OUTPUTS, Group, STEP_BYTES};
 use super::loops::PREFETCH_BYTES;
 use super::tables::{AFFINE, NIBBLES, Nibbles};
-use super::{Task, Way, fingerprint256};
+use super::{LINE_BYTES, LineTask, Task, Way, fingerprint256};
 use crate::gf::fingerprint::FingerprintKey;
+use crate::gf::line::{Line, Operation, Source};
 
 type Vector = __m256i;
 const VECTOR: usize = 32;
@@ -32,6 +34,19 @@ impl Avx2 {
         unsafe { shuffle::apply(&Task::of(group, VECTOR)) }
     }
 
+    /// Runs a straight-line program over `bytes` of its buffers, or as many of them as come out whole; answers with how many.
+    pub fn run(
+        self,
+        line: &Line,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        bytes: usize,
+        mode: Mode,
+    ) -> usize {
+        // SAFETY: `self` proves that the processor has every feature that `run` is compiled for.
+        unsafe { shuffle::run(&LineTask::of(line, inputs, outputs, bytes, mode)) }
+    }
+
     pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled for.
         unsafe { fingerprint256::fingerprint(key, grain) }
@@ -47,6 +62,19 @@ impl Avx2Gfni {
     pub fn apply(self, group: Group<'_, '_, '_>) {
         // SAFETY: `self` proves that the processor has every feature that `apply` is compiled for.
         unsafe { affine::apply(&Task::of(group, VECTOR)) }
+    }
+
+    /// Runs a straight-line program over `bytes` of its buffers, or as many of them as come out whole; answers with how many.
+    pub fn run(
+        self,
+        line: &Line,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        bytes: usize,
+        mode: Mode,
+    ) -> usize {
+        // SAFETY: `self` proves that the processor has every feature that `run` is compiled for.
+        unsafe { affine::run(&LineTask::of(line, inputs, outputs, bytes, mode)) }
     }
 
     pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
@@ -92,7 +120,7 @@ mod shuffle {
 
     loops! {
         "avx2", most 4, rows (1, 2, 2) (2, 2, 2) (3, 1, 1) (4, 1, 1),
-        shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1)
+        line 4, shapes (1, 1, 1, 2) (1, 2, 1, 2) (2, 1, 1, 2) (2, 2, 1, 2)
     }
 
     type Factor = [Vector; 2];
@@ -124,7 +152,7 @@ mod affine {
     loops! {
         "avx2,gfni", most 6,
         rows (1, 2, 2) (2, 2, 2) (3, 2, 2) (4, 2, 1) (5, 2, 1) (6, 2, 1),
-        shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1)
+        line 4, shapes (1, 1, 1, 2) (1, 2, 1, 2) (2, 1, 1, 2) (2, 2, 1, 2)
     }
 
     inline! {

@@ -5,11 +5,13 @@
 
 use std::arch::x86_64::*;
 
-use super::super::group::{GROUP_INPUTS, GROUP_OUTPUTS, Group};
+use super::super::Mode;
+use super::super::group::{GROUP_INPUTS, GROUP_OUTPUTS, Group, STEP_BYTES};
 use super::loops::PREFETCH_BYTES;
 use super::tables::AFFINE;
-use super::{Task, Way, fingerprint512};
+use super::{LINE_BYTES, LineTask, Task, Way, fingerprint512};
 use crate::gf::fingerprint::FingerprintKey;
+use crate::gf::line::{Line, Operation, Source};
 
 type Vector = __m512i;
 const VECTOR: usize = 64;
@@ -35,6 +37,19 @@ impl Avx512Gfni {
         unsafe { apply(&Task::of(group, VECTOR)) }
     }
 
+    /// Runs a straight-line program over `bytes` of its buffers, or as many of them as come out whole; answers with how many.
+    pub fn run(
+        self,
+        line: &Line,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        bytes: usize,
+        mode: Mode,
+    ) -> usize {
+        // SAFETY: `self` proves that the processor has every feature that `run` is compiled for.
+        unsafe { run(&LineTask::of(line, inputs, outputs, bytes, mode)) }
+    }
+
     pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled for.
         unsafe { fingerprint512::fingerprint(key, grain) }
@@ -46,7 +61,7 @@ loops! {
     "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", most 12,
     rows (1, 2, 1) (2, 2, 1) (3, 2, 1) (4, 2, 1) (5, 2, 1) (6, 2, 1)
          (7, 2, 1) (8, 2, 1) (9, 2, 1) (10, 2, 1) (11, 2, 1) (12, 2, 1),
-    shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
+    line 4, shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
 }
 
 macro_rules! inline {

@@ -14,6 +14,7 @@ pub(super) use avx512::Avx512Gfni;
 
 use super::Mode;
 use super::group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, STEP_BYTES};
+use crate::gf::line::Line;
 
 /// A pass that touches more comes from memory: the smallest second-level cache that these processors have.
 const FAR_BYTES: usize = 1 << 20;
@@ -27,6 +28,47 @@ enum Way {
     Far,
     /// The same, and outputs go past the caches.
     Stream,
+}
+
+/// What stores past the caches are aligned to, and sources are fetched in.
+const LINE_BYTES: usize = 64;
+
+/// A straight-line program and its buffers as the loops see them.
+///
+/// Invariants that the loops rely on: there are as many sources and targets as the program names, from each of which `bytes` can be read, or
+/// written, no other reference being used meanwhile; no target is a source; with [`Way::Stream`] targets are aligned to vectors.
+struct LineTask<'a> {
+    line: &'a Line,
+    sources: Vec<*const u8>,
+    targets: Vec<*mut u8>,
+    bytes: usize,
+    way: Way,
+}
+
+impl<'a> LineTask<'a> {
+    /// The buffers are at least `bytes` long, as many as the program has.
+    fn of(
+        line: &'a Line,
+        inputs: &'a [&[u8]],
+        outputs: &'a mut [&mut [u8]],
+        bytes: usize,
+        mode: Mode,
+    ) -> Self {
+        assert!(inputs.len() == line.inputs && inputs.iter().all(|input| input.len() >= bytes));
+        assert!(
+            outputs.len() == line.outputs && outputs.iter().all(|output| output.len() >= bytes)
+        );
+        let buffers = inputs.len() + outputs.len();
+        let sources: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr()).collect();
+        let targets: Vec<*mut u8> = outputs.iter_mut().map(|output| output.as_mut_ptr()).collect();
+        let is_aligned = || targets.iter().all(|at| (*at as usize).is_multiple_of(LINE_BYTES));
+        let way = match mode {
+            Mode::Stream if is_aligned() => Way::Stream,
+            _ if buffers.saturating_mul(bytes) > FAR_BYTES => Way::Far,
+            _ => Way::Near,
+        };
+        Self { line, sources, targets, bytes, way }
+    }
 }
 
 /// The buffers of a group as the loops see them: an address for each column and row, all of which go forward alike.

@@ -1,0 +1,268 @@
+//! Straight-line programs over streams: each register is a sum of few inputs and earlier registers. What a sparse system of equations leaves
+//! of a reconstruction, in a form that [`super::Kernel::run`] runs with all registers of some bytes in the nearest cache.
+
+use super::GfError;
+
+/// What a step reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operand {
+    /// An input, by its number.
+    Input(usize),
+    /// The result of an earlier step, by its number.
+    Register(usize),
+}
+
+/// One new register: `scale * sum of coef * operand`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Step {
+    /// The factor of the whole sum.
+    pub scale: u8,
+    /// The terms of the sum.
+    pub terms: Vec<(u8, Operand)>,
+}
+
+impl Step {
+    /// How many multiplications it takes: those by 0 and 1 are free.
+    pub fn multiplications(&self) -> usize {
+        let factors = self.terms.iter().map(|&(coef, _)| coef).chain([self.scale]);
+        factors.filter(|&factor| factor > 1).count()
+    }
+}
+
+/// A straight-line program, ready to run.
+///
+/// Invariants, which kernels rely on: what is read is an input below `inputs` or a slot below `slots`; what is written is an output below
+/// `outputs` or a slot below `slots`; every output is written once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    pub(super) operations: Vec<Operation>,
+    pub(super) terms: Vec<Term>,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    pub(super) slots: usize,
+}
+
+/// What is run at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operation {
+    Sum(Sum),
+    Link(Link),
+}
+
+/// One step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sum {
+    /// Its terms are those from here on,
+    pub first: usize,
+    /// so many.
+    pub count: usize,
+    pub scale: u8,
+    pub target: Target,
+}
+
+/// Two steps, as a hop of a chain leaves them: `o = scale (input + x + e o')`, then `x + forward o + f o'`, where x is the last result and o'
+/// was kept. Half of what they read never leaves the registers so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Link {
+    pub input: usize,
+    /// Whether x counts; otherwise it is zero.
+    pub goes_on: bool,
+    /// The slot of o', e and f.
+    pub known: Option<(usize, u8, u8)>,
+    pub scale: u8,
+    pub forward: u8,
+    /// Where o goes,
+    pub target: Target,
+    /// and the second result.
+    pub next: Target,
+}
+
+/// Where a register goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Target {
+    /// An output that it is.
+    pub output: Option<usize>,
+    /// Where it is kept for an operation behind the next.
+    pub slot: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Term {
+    pub coef: u8,
+    pub source: Source,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    Input(usize),
+    /// A register that was kept.
+    Slot(usize),
+    /// The result of the operation before.
+    Last,
+}
+
+impl Line {
+    /// The most registers that can be kept.
+    pub const MAX_SLOTS: usize = 64;
+
+    /// Step i makes register i from `inputs` inputs and earlier registers; output j is register `outputs[j]`. None when it is no program:
+    /// a step without terms, one that reads ahead, an output that is none or comes twice; or when too many registers must be kept.
+    pub fn new(inputs: usize, steps: &[Step], outputs: &[usize]) -> Option<Self> {
+        let is_distinct = |(at, register): (usize, &usize)| {
+            *register < steps.len() && !outputs[..at].contains(register)
+        };
+        if !outputs.iter().enumerate().all(is_distinct) {
+            return None;
+        }
+        let units = units(steps);
+        // The last result of each unit is at hand in the next one.
+        let is_kept = |register: usize, unit: usize| {
+            let at_hand = units[unit].end == register + 1;
+            let later = units
+                .iter()
+                .enumerate()
+                .skip(unit)
+                .filter(|(other, _)| *other > unit + usize::from(at_hand));
+            let reads = |step: &Step| {
+                step.terms.iter().any(|&(_, operand)| operand == Operand::Register(register))
+            };
+            later.into_iter().any(|(_, unit)| steps[unit.clone()].iter().any(reads))
+        };
+        let mut slot_of = vec![None; steps.len()];
+        let mut slots = 0;
+        for (unit, registers) in units.iter().enumerate() {
+            for register in registers.clone().filter(|&register| is_kept(register, unit)) {
+                slot_of[register] = Some(slots);
+                slots += 1;
+            }
+        }
+        let output_of = |register| outputs.iter().position(|&output| output == register);
+        let target =
+            |register: usize| Target { output: output_of(register), slot: slot_of[register] };
+        let (mut operations, mut terms) = (Vec::new(), Vec::new());
+        for unit in &units {
+            let register = unit.start;
+            let step = &steps[register];
+            if unit.len() == 2 {
+                let shape = link_shape(steps, register)?;
+                let known = match shape.known {
+                    Some((known, e, f)) => Some((slot_of[known]?, e, f)),
+                    None => None,
+                };
+                let is_input = shape.input < inputs;
+                operations.push(Operation::Link(Link {
+                    input: is_input.then_some(shape.input)?,
+                    goes_on: shape.goes_on,
+                    known,
+                    scale: step.scale,
+                    forward: shape.forward,
+                    target: target(register),
+                    next: target(register + 1),
+                }));
+                continue;
+            }
+            let first = terms.len();
+            for &(coef, operand) in &step.terms {
+                let source = match operand {
+                    Operand::Input(input) if input < inputs => Source::Input(input),
+                    Operand::Register(earlier) if earlier + 1 == register => Source::Last,
+                    Operand::Register(earlier) if earlier < register => {
+                        Source::Slot(slot_of[earlier]?)
+                    }
+                    _ => return None,
+                };
+                terms.push(Term { coef, source });
+            }
+            let (count, scale) = (terms.len() - first, step.scale);
+            let target = target(register);
+            operations.push(Operation::Sum(Sum { first, count, scale, target }));
+        }
+        let is_whole = steps.iter().all(|step| !step.terms.is_empty());
+        let outputs = outputs.len();
+        (is_whole && slots <= Self::MAX_SLOTS).then_some(Self {
+            operations,
+            terms,
+            inputs,
+            outputs,
+            slots,
+        })
+    }
+
+    /// What it costs to run, in products of a vector with a constant, measured with AVX-512: a term is loaded and multiplied, a result is
+    /// stored, and each operation is looked up for every four vectors.
+    pub fn cost(&self) -> usize {
+        let of = |operation: &Operation| match operation {
+            Operation::Sum(sum) => 5 + 2 * sum.count,
+            Operation::Link(_) => 8,
+        };
+        self.operations.iter().map(of).sum()
+    }
+
+    /// What a matrix costs in the same measure: every entry is a product, whatever it is.
+    pub fn dense_cost(rows: usize, cols: usize) -> usize {
+        rows * cols + 2 * (rows + cols)
+    }
+
+    /// The common length of all buffers, if their numbers fit.
+    pub(super) fn check(&self, inputs: &[&[u8]], outputs: &[&mut [u8]]) -> Result<usize, GfError> {
+        super::kernel::check((self.outputs, self.inputs), &[], inputs, outputs)
+    }
+}
+
+/// What two steps have in common with a link.
+struct Shape {
+    input: usize,
+    goes_on: bool,
+    /// An earlier register, and its coefficient in either step.
+    known: Option<(usize, u8, u8)>,
+    forward: u8,
+}
+
+/// Whether the steps from `register` on are a link: see [`Link`].
+fn link_shape(steps: &[Step], register: usize) -> Option<Shape> {
+    let [step, next] = steps.get(register..register + 2)? else { return None };
+    let before = register.checked_sub(1).map(Operand::Register);
+    let (mut input, mut goes_on, mut e) = (None, false, None);
+    for &(coef, operand) in &step.terms {
+        match operand {
+            Operand::Input(at) if coef == 1 && input.is_none() => input = Some(at),
+            last if coef == 1 && Some(last) == before && !goes_on => goes_on = true,
+            Operand::Register(known) if known < register && e.is_none() => e = Some((known, coef)),
+            _ => return None,
+        }
+    }
+    let (mut forward, mut also_goes_on, mut f) = (None, false, None);
+    for &(coef, operand) in &next.terms {
+        match operand {
+            Operand::Register(of) if of == register && forward.is_none() => forward = Some(coef),
+            last if coef == 1 && Some(last) == before && !also_goes_on => also_goes_on = true,
+            Operand::Register(known) if known < register && f.is_none() => f = Some((known, coef)),
+            _ => return None,
+        }
+    }
+    let known = match (e, f) {
+        (None, None) => None,
+        (Some((known, e)), Some((other, f))) if known == other => Some((known, e, f)),
+        _ => return None,
+    };
+    // What comes before is at hand; it cannot be what was kept.
+    let is_apart = known.is_none_or(|(known, ..)| known + 1 < register);
+    (next.scale == 1 && goes_on == also_goes_on && is_apart).then_some(Shape {
+        input: input?,
+        goes_on,
+        known,
+        forward: forward?,
+    })
+}
+
+/// The steps in the units that run at once, one or two each.
+fn units(steps: &[Step]) -> Vec<std::ops::Range<usize>> {
+    let mut units = Vec::new();
+    let mut at = 0;
+    while at < steps.len() {
+        let len = if link_shape(steps, at).is_some() { 2 } else { 1 };
+        units.push(at..at + len);
+        at += len;
+    }
+    units
+}

@@ -300,9 +300,7 @@ fn coefs_from(matrix: &Matrix, first_output: usize, first_input: usize) -> Coefs
     let cols = GROUP_INPUTS.min(matrix.cols() - first_input);
     for o in 0..rows {
         let row = &matrix.row(first_output + o)[first_input..first_input + cols];
-        for i in 0..cols {
-            coefs[i][o] = row[i];
-        }
+        coefs.iter_mut().zip(row).for_each(|(column, &coef)| column[o] = coef);
     }
     coefs
 }

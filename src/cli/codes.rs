@@ -165,6 +165,19 @@ impl Answer for One {
         for (name, fact) in facts {
             out.push_str(&format!("{name:<18} {fact}\n"));
         }
+        let mut costs =
+            Table::new(&[">MISSING", ">MULTIPLICATIONS", ">COST", ">OF THE MATRIX", "RUNS AS"]);
+        for of in &code.reconstructions {
+            costs.row([
+                of.missing.to_string(),
+                of.multiplications.to_string(),
+                of.cost.to_string(),
+                of.dense_cost.to_string(),
+                if of.sparse { "steps" } else { "matrix" }.to_owned(),
+            ]);
+        }
+        out.push_str("\nbringing all blocks back when the first pieces are missing (cost in products of a vector and a constant)\n");
+        out.push_str(&costs.render(paint));
         let list = |coefs: &[u8]| {
             coefs.iter().map(|coef| format!("{coef:3}")).collect::<Vec<_>>().join(" ")
         };

@@ -15,6 +15,8 @@ pub struct Program {
     steps: Vec<Step>,
     outputs: Vec<usize>,
     how: How,
+    /// What its steps cost, and what the matrix.
+    costs: (usize, usize),
 }
 
 /// How a program runs: whichever is cheaper.
@@ -34,13 +36,13 @@ impl Program {
     ) -> Result<Self, CodeError> {
         let defect = CodeError::Defect { what: "a reconstruction program" };
         let line = Line::new(pieces.len(), &steps, &outputs).ok_or(defect)?;
-        let dense = Line::dense_cost(outputs.len(), pieces.len());
+        let costs = (line.cost(), Line::dense_cost(outputs.len(), pieces.len()));
         // Near the middle either may be faster: the matrix, whose speed depends on nothing, has it then.
-        let how = match 10 * line.cost() < 9 * dense || outputs.is_empty() {
+        let how = match 10 * costs.0 < 9 * costs.1 || outputs.is_empty() {
             true => How::Line(line),
             false => How::Dense(matrix_of(pieces.len(), &steps, &outputs)?),
         };
-        Ok(Self { pieces, steps, outputs, how })
+        Ok(Self { pieces, steps, outputs, how, costs })
     }
 
     /// The pieces that it reads, in the order of its inputs.
@@ -66,6 +68,11 @@ impl Program {
     /// Whether it runs as its steps say; otherwise as the matrix that they come to.
     pub fn is_sparse(&self) -> bool {
         matches!(self.how, How::Line(_))
+    }
+
+    /// What its steps cost, and what the dense matrix: products of a vector with a constant, for a vector of each piece ([`Line::cost`]).
+    pub fn costs(&self) -> (usize, usize) {
+        self.costs
     }
 
     /// What the program computes: a row per wanted block, a column per piece.

@@ -11,6 +11,8 @@ pub const MAX_REPORT_BYTES: usize = 1 << 20;
 
 const SCHEMA: u32 = 1;
 const FIELD: &str = "gf8";
+/// The field of a report that claims nothing.
+const ESTIMATES: &str = "reconstructions";
 
 /// Everything about a code, with its dependent subsets counted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -51,6 +53,38 @@ pub struct CodeReport {
     pub multiplications_first_k: Option<usize>,
     /// The same by the dense matrix, factors 0 and 1 not counted.
     pub multiplications_dense: Option<usize>,
+    /// What it costs to bring all blocks back when the first so many pieces are missing, from none to n-k. Estimates, and no claims about
+    /// the code.
+    pub reconstructions: Vec<Reconstruction>,
+}
+
+/// The cost of bringing all blocks back, as the cost model has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Reconstruction {
+    /// So many of the first pieces are missing; those behind stand in.
+    pub missing: usize,
+    /// Multiplications of the program.
+    pub multiplications: usize,
+    /// Its cost, in products of a vector and a constant, for k vectors.
+    pub cost: usize,
+    /// That of the dense matrix.
+    pub dense_cost: usize,
+    /// Whether the program's steps are run; otherwise the matrix is.
+    pub sparse: bool,
+}
+
+impl Reconstruction {
+    fn all(code: &Code) -> Vec<Self> {
+        let all_blocks: Vec<usize> = (0..code.k()).collect();
+        let of = |missing| {
+            let available: Vec<usize> = (missing..code.n()).take(code.k()).collect();
+            let program = reconstruct(code, &available, &all_blocks).ok()?;
+            let (cost, dense_cost) = program.costs();
+            let (multiplications, sparse) = (program.multiplications(), program.is_sparse());
+            Some(Self { missing, multiplications, cost, dense_cost, sparse })
+        };
+        (0..=code.n() - code.k()).filter_map(of).collect()
+    }
 }
 
 impl CodeReport {
@@ -80,6 +114,7 @@ impl CodeReport {
             multiplications_first_k: program.map(|program| program.multiplications()),
             multiplications_dense: first_k
                 .map(|inverse| inverse.iter().flatten().filter(|&&coef| coef > 1).count()),
+            reconstructions: Reconstruction::all(code),
         };
         if let Code::Chain(chain) = code {
             let blocks = |hop| chain.blocks_of_hop(hop).map(|block| block + 1).collect();
@@ -158,8 +193,9 @@ pub fn certify(text: &str) -> Result<(ChainCode, CodeReport), CodeError> {
     let Ok(serde_json::Value::Object(found)) = serde_json::to_value(&report) else {
         return Err(defect);
     };
+    let others = claims.others.iter().filter(|(name, _)| *name != ESTIMATES);
     let brief = |value: &serde_json::Value| value.to_string().chars().take(128).collect();
-    for (name, claimed) in &claims.others {
+    for (name, claimed) in others {
         match found.get_key_value(name) {
             Some((_, actual)) if actual != claimed => {
                 let (claimed, actual) = (brief(claimed), brief(actual));
@@ -204,6 +240,12 @@ mod tests {
         assert_eq!(counts.map(|name| report[name].as_u64().unwrap()), [4368, 0, 0]);
         assert_eq!(report["multiplications_first_k"], 18);
         assert_eq!((&report["schema"], &report["polynomial"]), (&json!(1), &json!(285)));
+        let costs = report[ESTIMATES].as_array().unwrap();
+        assert_eq!(costs.len(), 6);
+        let of = |at: usize, name: &str| costs[at][name].as_u64().unwrap();
+        assert_eq!((of(0, "missing"), of(0, "multiplications"), of(5, "missing")), (0, 18, 5));
+        assert!(of(0, "cost") < of(5, "cost") && of(0, "dense_cost") == of(5, "dense_cost"));
+        assert_eq!((&costs[0]["sparse"], &costs[5]["sparse"]), (&json!(true), &json!(false)));
     }
 
     #[test]
@@ -229,6 +271,13 @@ mod tests {
                 other => panic!("{field}: {other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn estimates_are_no_claims() {
+        let mut report = report(6, 4);
+        report[ESTIMATES] = json!([]);
+        assert!(certify(&report.to_string()).is_ok());
     }
 
     #[test]

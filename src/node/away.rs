@@ -103,8 +103,13 @@ impl Away {
     pub(super) fn heard(&self, answers: bool) {
         self.is_unheard.store(!answers, Ordering::Relaxed);
         if answers {
-            *self.look.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            self.forget();
         }
+    }
+
+    /// The next who asks looks anew.
+    fn forget(&self) {
+        *self.look.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
@@ -152,6 +157,18 @@ impl Node {
 
     /// A page of one committed step.
     pub(super) async fn show_away(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
+        let looked_before = self.last_look().is_some();
+        match self.show_by_marks(&call).await {
+            // The look is of some seconds ago: what it saw may be gone since, for a newer save.
+            Err(error) if error.kind == Kind::NotFound && looked_before => {
+                self.away.forget();
+                self.show_by_marks(&call).await
+            }
+            shown => shown,
+        }
+    }
+
+    async fn show_by_marks(self: &Arc<Self>, call: &Show) -> Result<ShowAnswer, Failure> {
         let look = self.look_around().await?;
         let marked = match call.step {
             Some(step) => look.steps.get(&checkpoint_key(&call.job, step)),

@@ -45,10 +45,10 @@ impl Weather {
         self.last = Some(Instant::now());
     }
 
-    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing. Without a catalogue one
-    /// storage node may be: that is what both codes of a storm tolerate.
+    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing. Without a catalogue, and
+    /// where it may be on any that is missing, one storage node may be: that is what both codes of a storm tolerate.
     pub fn is_fair(&self, away: usize) -> bool {
-        let away = if self.is_lost { away.min(1) } else { away };
+        let away = if self.is_lost || self.moves { away.min(1) } else { away };
         let storage = self.away.iter().filter(|machine| **machine != 0).count();
         let has_host = self.moves || !self.away.contains(&0);
         self.wrong == 0 && has_host && storage <= away

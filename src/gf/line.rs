@@ -189,11 +189,11 @@ impl Line {
     }
 
     /// What it costs to run, in products of a vector with a constant, measured with AVX-512: a term is loaded and multiplied, a result is
-    /// stored, and each operation is looked up for every four vectors.
+    /// stored, and each operation is looked up for every eight vectors.
     pub fn cost(&self) -> usize {
         let of = |operation: &Operation| match operation {
-            Operation::Sum(sum) => 5 + 2 * sum.count,
-            Operation::Link(_) => 8,
+            Operation::Sum(sum) => 4 + 2 * sum.count,
+            Operation::Link(_) => 6,
         };
         self.operations.iter().map(of).sum()
     }

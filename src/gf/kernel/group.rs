@@ -62,11 +62,15 @@ impl<'s, 'o> Group<'_, 's, 'o> {
         let Range { start, end } = self.range;
         let body = (start + self.ragged_start()).min(end);
         let tail = end - (end - body) % STEP_BYTES;
-        self.over(start..body).in_buffers(apply);
+        if start < body {
+            self.over(start..body).in_buffers(apply);
+        }
         if body < tail {
             apply(self.over(body..tail));
         }
-        self.over(tail..end).in_buffers(apply);
+        if tail < end {
+            self.over(tail..end).in_buffers(apply);
+        }
     }
 
     /// Bytes before the first address that all outputs can be written from past the caches. Halves of steps stay where they are.
@@ -81,11 +85,9 @@ impl<'s, 'o> Group<'_, 's, 'o> {
     }
 
     /// Runs `apply` over less than a step, on copies that are filled up with zeros.
+    #[inline(never)]
     fn in_buffers(self, apply: &impl Fn(Group<'_, '_, '_>)) {
         let Group { coefs, planes, streams, inputs, outputs, range, mode } = self;
-        if range.is_empty() {
-            return;
-        }
         // A split step of h symbols has its high halves from h on.
         let half = range.len() / planes.per_buffer();
         let halves = || range.clone().step_by(half).map(|at| at..at + half);

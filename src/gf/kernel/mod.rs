@@ -280,17 +280,35 @@ pub(super) fn check(
     if let Some(&(what, expected, actual)) = counts.iter().find(|count| count.1 != count.2) {
         return Err(GfError::Count { what, expected, actual });
     }
-    let streams = streams.iter().map(|stream| stream.len()).enumerate();
-    let inputs = inputs.iter().map(|input| input.len()).enumerate();
-    let outputs = outputs.iter().map(|output| output.len()).enumerate();
-    let lengths = streams.map(|of| ("stream", of));
-    let lengths = lengths.chain(inputs.map(|of| ("input", of)));
-    let mut lengths = lengths.chain(outputs.map(|of| ("output", of))).peekable();
-    let expected = lengths.peek().map_or(0, |(_, (_, len))| *len);
-    match lengths.find(|(_, (_, actual))| *actual != expected) {
-        Some((side, (index, actual))) => Err(GfError::Length { side, index, expected, actual }),
-        None => Ok(expected),
+    let expected = match (streams, inputs, outputs) {
+        ([first, ..], ..) => first.len(),
+        (_, [first, ..], _) => first.len(),
+        (_, _, [first, ..]) => first.len(),
+        _ => 0,
+    };
+    // Plain loops: this is done for every call, and iterators of iterators would cost more than a short hop.
+    for (index, stream) in streams.iter().enumerate() {
+        is_long("stream", index, expected, stream.len())?;
     }
+    for (index, input) in inputs.iter().enumerate() {
+        is_long("input", index, expected, input.len())?;
+    }
+    for (index, output) in outputs.iter().enumerate() {
+        is_long("output", index, expected, output.len())?;
+    }
+    Ok(expected)
+}
+
+fn is_long(
+    side: &'static str,
+    index: usize,
+    expected: usize,
+    actual: usize,
+) -> Result<(), GfError> {
+    if actual == expected {
+        return Ok(());
+    }
+    Err(GfError::Length { side, index, expected, actual })
 }
 
 /// The coefficients of the group whose first output and input are given.

@@ -43,6 +43,10 @@ macro_rules! loops {
         fn apply_near(task: &Task<'_>) {
             let plain = if task.is_first_plain && !task.accumulate { task.per_buffer } else { 0 };
             match (task.rows, task.columns.wrapping_sub(plain), plain) {
+                // What is written over what was just read waits less when it comes in longer runs.
+                $(($r, $s, $plain) if task.sources[0] == task.targets[0].cast_const() => {
+                    hop::<$r, $s, $plain, { STEP_BYTES / VECTOR / $plain }, false, false>(task)
+                })*
                 $(($r, $s, $plain) => hop::<$r, $s, $plain, $wide, false, false>(task),)*
                 _ => match (task.rows, task.per_buffer) {
                     $(($rows, 1) => general::<$rows, $near, false, false>(task),)*
@@ -212,7 +216,7 @@ macro_rules! loops {
             task: &LineTask<'_>,
             mut at: usize,
         ) -> usize {
-            let mut slots = [[zero(); W]; Line::MAX_SLOTS];
+            let mut slots = vec![[zero(); W]; task.line.slots];
             while at + W * VECTOR <= task.bytes {
                 let mut last = [zero(); W];
                 let mut o = 0;

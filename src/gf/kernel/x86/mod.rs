@@ -96,28 +96,32 @@ impl<'a> Task<'a> {
     fn of(group: Group<'a, '_, '_>, vector_bytes: usize) -> Self {
         let Group { coefs, planes, streams, inputs, outputs, range, mode } = group;
         let per_buffer = planes.per_buffer();
-        let starts = |buffer: usize| {
-            (0..per_buffer).map(move |plane| {
-                (per_buffer * buffer + plane, range.start + plane * STEP_BYTES / 2)
-            })
-        };
         let mut sources = [std::ptr::null(); GROUP_INPUTS];
         let mut targets = [std::ptr::null_mut(); GROUP_OUTPUTS];
-        let (in_place, buffers) = (streams.len(), streams.len() + inputs.len() + outputs.len());
-        let (columns, rows) = (in_place + inputs.len(), in_place + outputs.len());
-        let streams = streams.iter_mut().map(|stream| stream.as_mut_ptr());
-        let outputs = outputs.iter_mut().map(|output| output.as_mut_ptr());
-        for (buffer, target) in streams.chain(outputs).enumerate() {
-            starts(buffer).for_each(|(row, start)| targets[row] = target.wrapping_add(start));
+        let (mut columns, mut rows) = (0, 0);
+        for stream in streams.iter_mut() {
+            let start = stream.as_mut_ptr().wrapping_add(range.start);
+            for plane in 0..per_buffer {
+                targets[rows] = start.wrapping_add(plane * STEP_BYTES / 2);
+                sources[columns] = targets[rows].cast_const();
+                (rows, columns) = (rows + 1, columns + 1);
+            }
         }
-        for row in 0..per_buffer * in_place {
-            sources[row] = targets[row].cast_const();
+        for output in outputs.iter_mut() {
+            let start = output.as_mut_ptr().wrapping_add(range.start);
+            for plane in 0..per_buffer {
+                targets[rows] = start.wrapping_add(plane * STEP_BYTES / 2);
+                rows += 1;
+            }
         }
-        for (buffer, input) in inputs.iter().enumerate() {
-            let places = starts(in_place + buffer);
-            places.for_each(|(column, start)| sources[column] = input.as_ptr().wrapping_add(start));
+        for input in inputs {
+            let start = input.as_ptr().wrapping_add(range.start);
+            for plane in 0..per_buffer {
+                sources[columns] = start.wrapping_add(plane * STEP_BYTES / 2);
+                columns += 1;
+            }
         }
-        let (columns, rows) = (per_buffer * columns, per_buffer * rows);
+        let buffers = (rows + columns) / per_buffer - streams.len();
         let is_aligned =
             || targets[..rows].iter().all(|at| (*at as usize).is_multiple_of(vector_bytes));
         let way = match mode {

@@ -6,7 +6,7 @@
 //! them. The best one is chosen once; [`ENV`] forces another, so that tests can play a weaker machine.
 //!
 //! Everything is checked here, before any kernel runs. What the instruction sets share (groups of outputs, tiles, ragged ends) is in
-//! [`group`] and here; a kernel of its own is one loop over one group, and one fingerprint.
+//! `group` and here; a kernel of its own is one loop over one group, and one fingerprint.
 
 mod group;
 mod portable;

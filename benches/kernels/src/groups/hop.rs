@@ -96,7 +96,8 @@ fn in_place(kernel: Kernel, matrix: &Matrix) -> Contestant<'static> {
 /// The same hop over GF(2^16). The coefficients lie in no smaller field.
 fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Contestant<'static>> {
     let row = |seed: u8| {
-        let others = (1..=locals as u8).map(move |i| [seed.wrapping_mul(2 * i + 1), seed.wrapping_add(i)]);
+        let others =
+            (1..=locals as u8).map(move |i| [seed.wrapping_mul(2 * i + 1), seed.wrapping_add(i)]);
         std::iter::once([1, 0]).chain(others)
     };
     let entries = row(0x35).chain(row(0x67)).collect();

@@ -1,5 +1,5 @@
 //! Files of a stripe that nobody asks this node to drop. It was a spare of an archiving that stopped, say, and was away when the next one,
-//! which went by other nodes, ordered its drops: no record names it any more (docs/semantics.md, 4.8).
+//! which went by other nodes, ordered its drops: no record names it any more (docs/semantics.md, 4.9).
 //!
 //! A node walks over what it holds, a part in each lease period, and drops such files on the evidence that it wants for any drop: the
 //! catalogue's word that the stripe is archived and its replicas are dropped, and the receipt. It begins with every stripe whenever it has
@@ -16,7 +16,6 @@ use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::Kind;
-use crate::pipeline::records;
 use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
@@ -92,8 +91,9 @@ impl Node {
             }
             let call = Drop { stripe, attempt, generation };
             let mut dropped = self.drop_replicas(call.clone()).await;
-            if dropped.as_ref().is_err_and(|failure| failure.kind == Kind::NotFound) {
-                self.bring_receipt(&*catalogue, &call).await?;
+            if dropped.as_ref().is_err_and(|failure| failure.kind == Kind::NotFound)
+                && self.bring_receipt(&*catalogue, &call).await?
+            {
                 dropped = self.drop_replicas(call).await;
             }
             tracing::info!(%stripe, files = dropped?.files, "dropped what was left over");
@@ -101,22 +101,28 @@ impl Node {
         Ok(())
     }
 
-    /// The receipt of an archived stripe from a node that has it.
-    async fn bring_receipt(&self, catalogue: &dyn Catalogue, of: &Drop) -> Result<(), Failure> {
+    /// Brings the receipt of an archived stripe from another node, unless one is here; whether it has. It may be an earlier one of the attempt,
+    /// by which a piece here would be nobody's: it counts only when all pieces that it names are where it says.
+    async fn bring_receipt(&self, catalogue: &dyn Catalogue, of: &Drop) -> Result<bool, Failure> {
         let Drop { stripe, attempt, .. } = *of;
-        let (shard, save) = (stripe.shard, stripe.shard.save());
+        let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
+        let scope = Scope::Stripe(stripe);
+        let here = name.clone();
+        if self.on_store(move |store| store.get_small(scope, &here)).await?.is_some() {
+            return Ok(false);
+        }
         let root = read::<ShardRoot>(catalogue, &root_key(save, shard.index())).await?;
-        let Some((root, _)) = root else { return Ok(()) };
-        let directory = self.coordinator().directory().await?;
-        let receipt =
-            records::receipt(&self.caller, &directory, &root, (stripe.index, &[]), attempt).await?;
+        let Some((root, _)) = root else { return Ok(false) };
+        let receipt = self.coordinator().standing_receipt(&root, stripe.index, attempt).await?;
+        let Some(receipt) = receipt else { return Ok(false) };
         let bytes = receipt.to_bytes()?;
         self.on_store(move |store| {
             about_to(Stage::Receipt, stripe);
-            store.put_small(Scope::Stripe(stripe), &receipt_name(attempt), &bytes)
+            store.put_small(scope, &name, &bytes)
         })
         .await?;
-        self.still_wanted(save).await
+        self.still_wanted(save).await?;
+        Ok(true)
     }
 }
 

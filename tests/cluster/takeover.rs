@@ -169,10 +169,18 @@ async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_see
     for index in &away {
         world.kill(*index).await;
     }
+    // The one that is left has its receipt, and a replica yet.
+    let last = pieces[3].0;
+    world.kill(last).await;
+    let replica = read_file(&*world.machines[victim].disk, &left);
+    let disk = &world.machines[last].disk;
+    disk.create_new(&left).unwrap().write_at(&replica, 0).unwrap();
+    world.boot(last);
     world.boot(victim);
     world.until("other drops", || of_victim(&world, "", ".rep") < all).await;
     tokio::time::sleep(10 * world.lease).await;
     assert_eq!(of_victim(&world, stripe, ".rep"), replicas);
+    assert!(world.files(|path| path == left).contains(&(last, left.clone())));
     for index in away {
         world.boot(index);
     }
@@ -215,6 +223,24 @@ async fn what_nobody_asks_a_node_to_drop_goes_all_the_same() {
     world.until("they are dropped", || world.files(|path| path == left).is_empty()).await;
     tokio::time::sleep(10 * world.lease).await;
     assert_eq!(world.files(is_replica), kept, "what is replicated stays");
+
+    // A node without the receipt takes another's only when all pieces are where it says: not while one of their nodes is away.
+    let pieces = world.files(|path| path.starts_with(folder) && path.ends_with(".pc"));
+    let away = pieces[0].0;
+    let spare = (1..8).find(|spare| pieces.iter().all(|(node, _)| node != spare)).unwrap();
+    for receipt in world.files(|path| path.starts_with(folder) && path.contains("/receipt-")) {
+        if receipt.0 == spare {
+            world.machines[spare].disk.remove(&receipt.1).unwrap();
+        }
+    }
+    world.kill(away).await;
+    world.kill(spare).await;
+    world.machines[spare].disk.create_new(&left).unwrap().write_at(&bytes, 0).unwrap();
+    world.boot(spare);
+    tokio::time::sleep(10 * world.lease).await;
+    assert_eq!(world.files(|path| path == left), [(spare, left.clone())]);
+    world.boot(away);
+    world.until("it is dropped", || world.files(|path| path == left).is_empty()).await;
     let held = world.assert_invariant(&client, 1).await;
     assert_eq!((held.archived, held.pieces), (STRIPES, 4 * STRIPES));
     assert_exact(&client, 1).await;

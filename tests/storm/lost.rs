@@ -99,6 +99,7 @@ impl Director {
         let serving = self.homes();
         if let [home] = serving[..] {
             self.lost.home = home;
+            self.report.lock().unwrap().home = home;
             let epoch = self.world.nodes[&home].store().epoch();
             let copy =
                 || Some((epoch, Arc::new(self.world.machines[home].catalogue.get()?.copy())));

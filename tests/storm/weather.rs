@@ -29,6 +29,8 @@ pub struct Weather {
     pub rotted: bool,
     /// Nobody serves the catalogue. It may be on any machine.
     pub is_lost: bool,
+    /// Who served it last.
+    pub home: usize,
     moves: bool,
     /// Requests come again: one that begins a save may open a step on which nobody works, for a lease.
     pub echoes: bool,
@@ -45,10 +47,11 @@ impl Weather {
         self.last = Some(Instant::now());
     }
 
-    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing. Without a catalogue, and
-    /// where it may be on any that is missing, one storage node may be: that is what both codes of a storm tolerate.
+    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing. Without a catalogue, or when
+    /// its home is among them, one storage node may be: that is what both codes of a storm tolerate.
     pub fn is_fair(&self, away: usize) -> bool {
-        let away = if self.is_lost || self.moves { away.min(1) } else { away };
+        let is_lost = self.is_lost || self.away.contains(&self.home);
+        let away = if is_lost { away.min(1) } else { away };
         let storage = self.away.iter().filter(|machine| **machine != 0).count();
         let has_host = self.moves || !self.away.contains(&0);
         self.wrong == 0 && has_host && storage <= away

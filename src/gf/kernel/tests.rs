@@ -26,6 +26,26 @@ fn random(entropy: &SeededEntropy, len: usize) -> Vec<u8> {
     bytes
 }
 
+/// What `write` makes of outputs that begin at `offset` of what is `around` them: the expected bytes, and nothing else changes.
+fn assert_written(
+    what: &str,
+    around: &[Vec<u8>],
+    offset: usize,
+    expected: &[Vec<u8>],
+    write: impl FnOnce(&mut [&mut [u8]]) -> Result<(), GfError>,
+) {
+    let len = expected.first().map_or(0, Vec::len);
+    let mut got = around.to_vec();
+    let mut outputs: Vec<&mut [u8]> =
+        got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
+    write(&mut outputs).unwrap();
+    for ((got, around), expected) in got.iter().zip(around).zip(expected) {
+        assert_eq!(&got[offset..][..len], expected, "{what}");
+        assert_eq!(got[..offset], around[..offset], "{what}: wrote before its output");
+        assert_eq!(got[offset + len..], around[offset + len..], "{what}: wrote past it");
+    }
+}
+
 /// Runs every kernel and the twin on random data that starts at odd addresses, and compares all bytes, also
 /// those around the outputs.
 fn compare(rows: usize, cols: usize, len: usize, seed: u64) {
@@ -42,16 +62,10 @@ fn compare(rows: usize, cols: usize, len: usize, seed: u64) {
             around.iter().map(|bytes| bytes[offset..][..len].to_vec()).collect();
         twin(&matrix, &inputs, &mut expected, mode);
         for kernel in Kernel::available() {
-            let mut got = around.clone();
-            let mut outputs: Vec<&mut [u8]> =
-                got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
-            kernel.apply(&matrix, &inputs, &mut outputs, mode).unwrap();
-            for ((got, around), expected) in got.iter().zip(&around).zip(&expected) {
-                let name = kernel.name();
-                assert_eq!(&got[offset..][..len], expected, "{name} {rows}x{cols} {len} {mode:?}");
-                assert_eq!(got[..offset], around[..offset], "{name} wrote before its output");
-                assert_eq!(got[offset + len..], around[offset + len..], "{name} wrote past it");
-            }
+            let what = format!("{} {rows}x{cols} {len} {mode:?}", kernel.name());
+            assert_written(&what, &around, offset, &expected, |outputs| {
+                kernel.apply(&matrix, &inputs, outputs, mode)
+            });
         }
     }
 }
@@ -207,19 +221,14 @@ fn compare_line(inputs: usize, steps: usize, len: usize, seed: u64) {
     let registers: Vec<Vec<u8>> = (0..len).map(|t| line_twin(&steps, &inputs, t)).collect();
     let around: Vec<Vec<u8>> =
         wanted.iter().map(|_| random(&entropy, len + offset + 512)).collect();
-    for (kernel, mode) in
-        Kernel::available().into_iter().flat_map(|k| [(k, Mode::Overwrite), (k, Mode::Stream)])
-    {
-        let mut got = around.clone();
-        let mut outputs: Vec<&mut [u8]> =
-            got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
-        kernel.run(&line, &inputs, &mut outputs, mode).unwrap();
-        for ((got, around), register) in got.iter().zip(&around).zip(&wanted) {
-            let expected: Vec<u8> = registers.iter().map(|of| of[*register]).collect();
-            let name = kernel.name();
-            assert_eq!(got[offset..][..len], expected, "{name} {len} {seed} {mode:?}");
-            assert_eq!(got[..offset], around[..offset], "{name} wrote before its output");
-            assert_eq!(got[offset + len..], around[offset + len..], "{name} wrote past it");
+    let of = |register: &usize| registers.iter().map(|of| of[*register]).collect();
+    let expected: Vec<Vec<u8>> = wanted.iter().map(of).collect();
+    for kernel in Kernel::available() {
+        for mode in [Mode::Overwrite, Mode::Stream] {
+            let what = format!("{} {len} {seed} {mode:?}", kernel.name());
+            assert_written(&what, &around, offset, &expected, |outputs| {
+                kernel.run(&line, &inputs, outputs, mode)
+            });
         }
     }
 }
@@ -297,16 +306,10 @@ fn compare16(rows: usize, cols: usize, len: usize, seed: u64) {
             around.iter().map(|bytes| bytes[offset..][..len].to_vec()).collect();
         twin16(&matrix, &inputs, &mut expected, mode);
         for kernel in Kernel::available() {
-            let mut got = around.clone();
-            let mut outputs: Vec<&mut [u8]> =
-                got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
-            kernel.apply16(&matrix, &inputs, &mut outputs, mode).unwrap();
-            for ((got, around), expected) in got.iter().zip(&around).zip(&expected) {
-                let name = kernel.name();
-                assert_eq!(&got[offset..][..len], expected, "{name} {rows}x{cols} {len} {mode:?}");
-                assert_eq!(got[..offset], around[..offset], "{name} wrote before its output");
-                assert_eq!(got[offset + len..], around[offset + len..], "{name} wrote past it");
-            }
+            let what = format!("{} {rows}x{cols} {len} {mode:?}", kernel.name());
+            assert_written(&what, &around, offset, &expected, |outputs| {
+                kernel.apply16(&matrix, &inputs, outputs, mode)
+            });
         }
     }
 }

@@ -13,8 +13,8 @@ use super::{ArchiveError, Coordinator, Events};
 use crate::clock::deadline;
 use crate::code::{reconstruct, table};
 use crate::format::file::FileName;
-use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, StripeState};
-use crate::id::{Generation, NodeId};
+use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot, StripeState};
+use crate::id::{Attempt, Generation, NodeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, address};
 use crate::pipeline::patience::Patience;
@@ -315,6 +315,23 @@ impl Coordinator {
         })?;
         let held = self.pieces_held(info, directory, &receipt).await;
         (held.len() == receipt.pieces.len()).then_some(receipt)
+    }
+
+    /// The receipt of an archived stripe from whoever has it, if all of its pieces are on their nodes now. An attempt that went on by other
+    /// nodes may have an earlier receipt as well; whichever it is, what lies beside all of its pieces is needed by nobody.
+    pub(crate) async fn standing_receipt(
+        &self,
+        root: &ShardRoot,
+        index: u32,
+        attempt: Attempt,
+    ) -> Result<Option<Receipt>, ArchiveError> {
+        let directory = self.directory().await?;
+        let leaves = records::leaves(&self.caller, &directory, root).await?;
+        let info = records::stripe(&self.caller, &directory, root, &leaves, index).await?;
+        let at = (index, info.places.as_slice());
+        let receipt = records::receipt(&self.caller, &directory, root, at, attempt).await?;
+        let held = self.pieces_held(&info, &directory, &receipt).await;
+        Ok((held.len() == receipt.pieces.len()).then_some(receipt))
     }
 
     /// Whether the pieces of the receipt that nodes have now are enough to read every block.

@@ -82,14 +82,6 @@ impl Avx2Gfni {
     }
 }
 
-macro_rules! inline {
-    ($features:literal $($body:item)*) => {
-        $(#[inline]
-        #[target_feature(enable = $features)]
-        $body)*
-    };
-}
-
 inline! {
     "avx2"
     fn zero() -> Vector { _mm256_setzero_si256() }

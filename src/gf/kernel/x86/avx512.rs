@@ -64,15 +64,8 @@ loops! {
     line 8, shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
 }
 
-macro_rules! inline {
-    ($($body:item)*) => {
-        $(#[inline]
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq")]
-        $body)*
-    };
-}
-
 inline! {
+    "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq"
     fn zero() -> Vector { _mm512_setzero_si512() }
     fn xor(a: Vector, b: Vector) -> Vector { _mm512_xor_si512(a, b) }
     fn raw(coef: u8) -> u64 { AFFINE[usize::from(coef)] }

@@ -5,6 +5,15 @@
 /// Sources are fetched so far ahead of their loads when they come from memory.
 pub(super) const PREFETCH_BYTES: usize = 256;
 
+/// Functions of some features that are inlined into the loops.
+macro_rules! inline {
+    ($features:literal $($body:item)*) => {
+        $(#[inline]
+        #[target_feature(enable = $features)]
+        $body)*
+    };
+}
+
 /// Pastes `apply`, which runs a [`super::Task`], with instructions of `$features`. Around it must be: `Vector` of `VECTOR` bytes; `zero`,
 /// `load`, `store`, `stream`, `xor`; `Factor`, made by `factor` from a constant, which `product` multiplies by.
 ///

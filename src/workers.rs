@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tokio::sync::Semaphore;
+use tokio_util::task::AbortOnDropHandle;
 
 /// A bounded set of threads for blocking work.
 #[derive(Debug, Clone)]
@@ -44,6 +45,34 @@ impl Workers {
         });
         work.await.map_err(|_| WorkerDied)
     }
+
+    /// Begins `job` at once and lets the caller go on; its result is there when it is waited for. Inline it has ended already.
+    pub fn begin<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Begun<T> {
+        if self.slots.is_none() {
+            return Begun::Ended(job());
+        }
+        let workers = self.clone();
+        Begun::Running(AbortOnDropHandle::new(tokio::spawn(async move { workers.run(job).await })))
+    }
+}
+
+/// A job that was begun. Dropped before it has a slot, it never runs.
+#[derive(Debug)]
+pub enum Begun<T> {
+    /// It runs elsewhere.
+    Running(AbortOnDropHandle<Result<T, WorkerDied>>),
+    /// It has run.
+    Ended(T),
+}
+
+impl<T> Begun<T> {
+    /// Waits for its end.
+    pub async fn end(self) -> Result<T, WorkerDied> {
+        match self {
+            Begun::Running(task) => task.await.map_err(|_| WorkerDied)?,
+            Begun::Ended(result) => Ok(result),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -57,5 +86,17 @@ mod tests {
         let died: Result<u8, _> = workers.run(|| panic!("on purpose")).await;
         assert_eq!(died, Err(WorkerDied));
         assert_eq!(workers.run(|| 8).await, Ok(8));
+    }
+
+    #[tokio::test]
+    async fn a_job_that_was_begun_runs_beside_its_caller() {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let begun = Workers::new(1).begin(move || receiver.recv());
+        sender.send(7).unwrap();
+        assert_eq!(begun.end().await, Ok(Ok(7)));
+        let inline = Workers::inline().begin(|| 8);
+        assert!(matches!(inline, Begun::Ended(8)));
+        let died: Begun<u8> = Workers::new(1).begin(|| panic!("on purpose"));
+        assert_eq!(died.end().await, Err(WorkerDied));
     }
 }

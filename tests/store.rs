@@ -19,8 +19,8 @@ use rapidraid::format::tree::GrainTree;
 use rapidraid::id::{Attempt, ClusterId, PeerName, ShardId, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::store::{
-    BlockSpec, Disk, Kv, MemoryDisk, MemoryKv, PieceSpec, Reconciled, Store, StoreError, Stored,
-    StoredFile,
+    BlockSpec, Disk, Extent, Kv, MemoryDisk, MemoryKv, PieceSpec, Reconciled, Store, StoreError,
+    Stored, StoredFile,
 };
 use rapidraid::units::{GRAIN_BYTES, grains};
 
@@ -87,12 +87,15 @@ fn write_piece(store: &Store, data: &[u8]) -> Result<Stored, StoreError> {
         assert!(back.insert(grain, bytes.to_vec()).is_none(), "grain {grain} twice");
     };
     let mut writer = store.write_piece(piece_spec(data.len()))?;
+    let mut buffer = Extent::buffer(data.len() as u64);
     writer.set_extent_bytes(2 * GRAIN_BYTES);
     let all: Vec<(u64, &[u8])> = (0..).zip(data.chunks(G)).collect();
     for hop in [1, 2, 0] {
         for (index, grain) in all.iter().filter(|(index, _)| index % 3 == hop) {
             writer.write_grain(*index, grain)?;
-            writer.advance(&mut readback)?;
+            if let Some(extent) = writer.extent()? {
+                extent.prove(&mut buffer, &mut readback)?;
+            }
         }
     }
     let stored = writer.finish(&mut readback)?;

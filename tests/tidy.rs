@@ -36,9 +36,9 @@ const FENCES: &[(&str, &[&str])] = &[
     ("rcgen", &["src/net/", "tests/net"]),
     ("x509_parser", &["src/net/", "tests/net"]),
     ("reed_solomon_erasure", &["src/gf/", "src/code/", "tests/", "benches/"]),
-    ("anyhow", &["src/main.rs", "src/cli/", "benches/kernels/", "xtask/"]),
-    ("clap", &["src/main.rs", "src/cli/"]),
-    ("indicatif", &["src/cli/"]),
+    ("anyhow", &["src/main.rs", "src/cli/", "benches/kernels/", "cluster/", "xtask/"]),
+    ("clap", &["src/main.rs", "src/cli/", "cluster/"]),
+    ("indicatif", &["src/cli/", "cluster/"]),
     ("criterion", &["benches/"]),
 ];
 

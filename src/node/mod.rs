@@ -382,3 +382,35 @@ impl Node {
         *cache.entry(save).or_default() |= is_there;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::archive_share_bytes;
+    use crate::gf::Fingerprint;
+    use crate::pipeline::hop::hop_bytes;
+    use crate::plan::{Input, Output};
+    use crate::store::PIECE_WRITER_BYTES;
+    use crate::units::MIB;
+    use crate::wire::order::{HopOrder, InputOrder, OutputOrder};
+
+    /// The smallest memory that the configuration takes, and the most nodes that a code has.
+    #[test]
+    fn the_coder_of_the_widest_star_fits_into_the_smallest_memory() {
+        for blocks in 16..32 {
+            let input = |stream| InputOrder {
+                input: Input::Stream(stream),
+                expected: vec![Fingerprint::ZERO],
+            };
+            let stream = |stream| OutputOrder { output: Output::Stream(stream), to: None };
+            let stored = OutputOrder { output: Output::Store(31), to: None };
+            let coder = HopOrder {
+                grains: (0, 1),
+                inputs: (0..blocks).map(input).collect(),
+                outputs: (blocks..31).map(stream).chain([stored]).collect(),
+                matrix: Vec::new(),
+            };
+            let bytes = hop_bytes(&coder) + PIECE_WRITER_BYTES;
+            assert!(bytes <= archive_share_bytes(64 * MIB), "{bytes} with {blocks} blocks");
+        }
+    }
+}

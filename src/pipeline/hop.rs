@@ -1,13 +1,14 @@
 //! One hop of any plan: read what comes in, check it, multiply, send on and store, grain by grain.
 //!
-//! Memory: one grain of each input and output, plus the streams' windows; reserved before the hop begins
-//! ([`hop_bytes`]). While grain g is sent on, grain g+1 is received; a hop waits only for its neighbours.
+//! Memory: one grain of each input and output, a few of each stream, and the streams' windows; reserved before the hop begins
+//! ([`hop_bytes`]). Receiving, working and sending go on side by side; a hop waits only for its neighbours.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::mpsc;
 
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, CodeError};
@@ -17,10 +18,11 @@ use crate::kind::Kind;
 use crate::net::frame::FramedRecv;
 use crate::net::{NetError, SendStream};
 use crate::plan::{Input, Output, StreamNo};
-use crate::store::{PieceWriter, StoreError, Stored, StoredFile};
-use crate::units::GRAIN_BYTES;
+use crate::store::disk::AlignedBuffer;
+use crate::store::{Extent, PieceWriter, StoreError, Stored, StoredFile};
+use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::order::{Codec, HopOrder, HopReport};
-use crate::workers::{WorkerDied, Workers};
+use crate::workers::{Begun, WorkerDied, Workers};
 
 /// A hop that does not move for so long is ended.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
@@ -28,6 +30,12 @@ pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 pub const STREAM_WINDOW_BYTES: u64 = 512 << 10;
 /// What a stream that is sent may have on the way: its receiver grants no more.
 pub const SEND_BYTES: u64 = STREAM_WINDOW_BYTES;
+
+/// Grains of a stream that have come and wait for work, or that are done and wait to be sent. With these numbers the coder of
+/// the widest star, 31 streams, fits into the archive share of the smallest memory.
+const QUEUED_GRAINS: usize = 3;
+/// Grains that one job works on.
+const BATCH_GRAINS: usize = 3;
 
 /// Why a hop ended early.
 #[derive(Debug, thiserror::Error)]
@@ -109,8 +117,9 @@ pub fn hop_bytes(hop: &HopOrder) -> u64 {
         hop.inputs.iter().filter(|i| matches!(i.input, Input::Stream(_))).count() as u64;
     let streams_out =
         hop.outputs.iter().filter(|o| matches!(o.output, Output::Stream(_))).count() as u64;
-    let grains = 2 * (hop.inputs.len() + hop.outputs.len()) as u64;
-    streams_in * STREAM_WINDOW_BYTES + streams_out * SEND_BYTES + grains * GRAIN_BYTES
+    let grains = (hop.inputs.len() + hop.outputs.len()) as u64;
+    let queued = (streams_in + streams_out) * (QUEUED_GRAINS + BATCH_GRAINS) as u64;
+    streams_in * STREAM_WINDOW_BYTES + streams_out * SEND_BYTES + (grains + queued) * GRAIN_BYTES
 }
 
 /// Local blocks that a hop reads; `None` is a block past the shard's end, all zero.
@@ -118,34 +127,66 @@ pub type Blocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
 /// Pieces that a node writes, shared by its hops.
 pub type Pieces = BTreeMap<u8, PieceSlot>;
 
-/// A piece while it is written, with the fingerprints of what was read back so far.
-pub struct PieceSlot(Mutex<(Option<PieceWriter>, Vec<Fingerprint>)>);
+/// A piece while it is written.
+pub struct PieceSlot {
+    writer: Mutex<Option<PieceWriter>>,
+    proof: Mutex<Proof>,
+    /// The extent that is being proven; the next one waits for it.
+    proving: tokio::sync::Mutex<Option<Begun<Result<(), HopError>>>>,
+}
+
+/// What was read back so far, and the buffer for it.
+struct Proof {
+    fingerprints: Vec<Fingerprint>,
+    buffer: AlignedBuffer,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 impl PieceSlot {
-    /// The slot of a new piece of `grains` grains.
-    pub fn new(writer: PieceWriter, grains: u64) -> Self {
-        Self(Mutex::new((Some(writer), vec![Fingerprint::ZERO; grains as usize])))
+    /// The slot of a new piece of `len_bytes`.
+    pub fn new(writer: PieceWriter, len_bytes: u64) -> Self {
+        let fingerprints = vec![Fingerprint::ZERO; grains(len_bytes) as usize];
+        let proof = Proof { fingerprints, buffer: Extent::buffer(len_bytes) };
+        Self {
+            writer: Mutex::new(Some(writer)),
+            proof: Mutex::new(proof),
+            proving: tokio::sync::Mutex::default(),
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Option<PieceWriter>, Vec<Fingerprint>)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Writes a grain; whole extents behind it are synced and read back on the way.
-    fn write(&self, key: &FingerprintKey, grain: u64, bytes: &[u8]) -> Result<(), HopError> {
-        let (writer, fingerprints) = &mut *self.lock();
+    /// Writes a grain; an extent that is whole now is to be proven.
+    fn write(&self, grain: u64, bytes: &[u8]) -> Result<Option<Extent>, HopError> {
+        let mut writer = locked(&self.writer);
         let writer =
             writer.as_mut().ok_or(HopError::Order { what: "a piece was finished too early" })?;
         writer.write_grain(grain, bytes)?;
+        Ok(writer.extent()?)
+    }
+
+    /// Syncs an extent and fingerprints what is read back past the page cache.
+    fn prove(&self, key: &FingerprintKey, extent: Extent) -> Result<(), HopError> {
+        let Proof { fingerprints, buffer } = &mut *locked(&self.proof);
         let mut read_back = ReadBack { key, fingerprints, failed: None };
-        writer.advance(&mut |grain, bytes| read_back.take(grain, bytes))?;
+        extent.prove(buffer, &mut |grain, bytes| read_back.take(grain, bytes))?;
         read_back.result()
+    }
+
+    /// Waits until no extent is being proven.
+    pub async fn settle(&self) -> Result<(), HopError> {
+        match self.proving.lock().await.take() {
+            Some(begun) => begun.end().await?,
+            None => Ok(()),
+        }
     }
 
     /// Makes the piece durable; answers with the fingerprints of all that was read back past the page cache.
     pub fn finish(&self, key: &FingerprintKey) -> Result<(Stored, Vec<Fingerprint>), HopError> {
-        let (writer, fingerprints) = &mut *self.lock();
-        let writer = writer.take().ok_or(HopError::Order { what: "a piece was finished twice" })?;
+        let writer = locked(&self.writer).take();
+        let writer = writer.ok_or(HopError::Order { what: "a piece was finished twice" })?;
+        let Proof { fingerprints, .. } = &mut *locked(&self.proof);
         let mut read_back = ReadBack { key, fingerprints, failed: None };
         let stored = writer.finish(&mut |grain, bytes| read_back.take(grain, bytes))?;
         read_back.result()?;
@@ -194,6 +235,30 @@ pub struct Shared {
     pub blocks: Blocks,
     /// Local outputs.
     pub pieces: Pieces,
+}
+
+impl Shared {
+    /// The slot of a piece.
+    pub fn slot(&self, piece: u8) -> Result<&PieceSlot, HopError> {
+        self.pieces.get(&piece).ok_or(HopError::Order { what: "a piece was not opened" })
+    }
+
+    /// Begins to prove an extent, beside what is received and written next. One at a time: whoever writes faster than the disk waits here.
+    async fn prove(
+        self: &Arc<Self>,
+        piece: u8,
+        extent: Extent,
+        workers: &Workers,
+    ) -> Result<(), HopError> {
+        let mut proving = self.slot(piece)?.proving.lock().await;
+        if let Some(before) = proving.take() {
+            before.end().await??;
+        }
+        let shared = self.clone();
+        let job = move || shared.slot(piece)?.prove(&shared.key, extent);
+        *proving = Some(workers.begin(job));
+        Ok(())
+    }
 }
 
 /// A stream, and the name of the node at its other end.
@@ -254,7 +319,7 @@ impl Step {
     }
 
     /// `streams` holds the grain of each incoming stream, in the order of the inputs.
-    fn run(&self, grain: u64, streams: Vec<Bytes>) -> Result<Vec<Bytes>, HopError> {
+    fn run(&self, grain: u64, streams: Vec<Bytes>) -> Result<Done, HopError> {
         let len = self.shared.cut.grain_len(grain) as usize;
         let at = (grain - self.hop.grains.0) as usize;
         let mut streams = streams.into_iter();
@@ -274,13 +339,12 @@ impl Step {
         let sources: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
         let mut targets: Vec<&mut [u8]> = outputs.iter_mut().map(|bytes| &mut bytes[..]).collect();
         self.multiply(&sources, &mut targets)?;
-        let mut sent = Vec::new();
+        let (mut sent, mut extents) = (Vec::new(), Vec::new());
         for (order, bytes) in self.hop.outputs.iter().zip(outputs) {
             match order.output {
                 Output::Store(piece) => {
-                    let missing = HopError::Order { what: "a piece was not opened" };
-                    let slot = self.shared.pieces.get(&piece).ok_or(missing)?;
-                    slot.write(&self.shared.key, grain, &bytes)?;
+                    let whole = self.shared.slot(piece)?.write(grain, &bytes)?;
+                    extents.extend(whole.map(|extent| (piece, extent)));
                 }
                 Output::Stream(_) => sent.push(bytes.into()),
                 Output::Deliver(_) => {
@@ -288,8 +352,23 @@ impl Step {
                 }
             }
         }
-        Ok(sent)
+        Ok(Done { sent, extents })
     }
+}
+
+impl Step {
+    /// Grains from `first` on, one after the other.
+    fn run_all(&self, first: u64, batch: Vec<Vec<Bytes>>) -> Result<Vec<Done>, HopError> {
+        (first..).zip(batch).map(|(grain, streams)| self.run(grain, streams)).collect()
+    }
+}
+
+/// What came of one grain.
+struct Done {
+    /// The grain of each outgoing stream.
+    sent: Vec<Bytes>,
+    /// What is whole now and to be proven.
+    extents: Vec<(u8, Extent)>,
 }
 
 /// The end of `work`, which waits for others; too long, and the hop is ended and says whom it waited for.
@@ -303,71 +382,129 @@ pub(super) async fn moved<T>(
 }
 
 /// Runs one hop to its end. `number` is its place in the order, `began` when the node took the order.
+///
+/// Receiving, working and sending go on side by side. A job takes all grains that have come by then, up to [`BATCH_GRAINS`]: on a
+/// busy machine a job waits long for a processor, and who is late must not wait once a grain.
 pub async fn run_hop(
     shared: Arc<Shared>,
     number: u32,
     hop: HopOrder,
-    mut streams: Streams,
+    streams: Streams,
     workers: &Workers,
     clock: &dyn Clock,
     began: Duration,
 ) -> Result<HopReport, HopError> {
     let matrix = Matrix::from_rows(&hop.matrix)?;
-    let inputs: Vec<StreamNo> = hop.inputs.iter().filter_map(|i| stream_in(i.input)).collect();
-    let outputs: Vec<StreamNo> = hop.outputs.iter().filter_map(|o| stream_out(o.output)).collect();
-    let cut = shared.cut;
-    let step = Arc::new(Step { shared, hop: hop.clone(), matrix });
     let since = || (clock.now() - began).as_micros() as u64;
-    let mut waited = (0, 0, 0);
-    let (mut in_bytes, mut out_bytes) = (0, 0);
-    let mut first = None;
-    let mut ready: Vec<Bytes> = Vec::new();
-    let Streams { incoming, outgoing } = &mut streams;
-    for grain in hop.grains.0..=hop.grains.1 {
-        let waits_from = since();
-        let receive = async {
-            let mut bytes = Vec::with_capacity(inputs.len());
-            for &stream in inputs.iter().filter(|_| grain < hop.grains.1) {
-                let missing = HopError::Order { what: "an incoming stream was not connected" };
-                let Incoming { from, recv } = incoming.get_mut(&stream).ok_or(missing)?;
-                let work = async {
-                    let read = recv.read_exact(cut.grain_len(grain) as usize).await;
-                    let node = || from.clone();
-                    read.map_err(|source| HopError::Upstream { stream, node: node(), source })
-                };
-                let waiting_for = || format!("{from} to send stream {stream}");
-                bytes.push(moved(clock, waiting_for, work).await?);
-            }
-            Ok::<_, HopError>((bytes, since()))
-        };
-        let send = async {
-            for (&stream, bytes) in outputs.iter().zip(std::mem::take(&mut ready)) {
-                let missing = HopError::Order { what: "an outgoing stream was not connected" };
-                let Outgoing { to, send } = outgoing.get_mut(&stream).ok_or(missing)?;
-                out_bytes += bytes.len() as u64;
-                let work = async {
-                    let written = send.write(bytes).await;
-                    let node = || to.clone();
-                    written.map_err(|source| HopError::Downstream { stream, node: node(), source })
-                };
-                moved(clock, || format!("{to} to take stream {stream}"), work).await?;
-            }
-            Ok::<_, HopError>(since())
-        };
-        let ((received, received_at), sent_at) = tokio::try_join!(receive, send)?;
-        waited.0 += received_at - waits_from;
-        waited.2 += sent_at - waits_from;
-        if grain == hop.grains.1 {
+    let cut = shared.cut;
+    let Streams { incoming, outgoing } = streams;
+    let (to_work, arrived) = mpsc::channel(QUEUED_GRAINS);
+    let (to_send, done) = mpsc::channel(QUEUED_GRAINS);
+    let receiving = receive(&hop, cut, incoming, to_work, clock);
+    let sending = send(&hop, outgoing, done, clock);
+    let step = Arc::new(Step { shared, hop: hop.clone(), matrix });
+    let working = work(&step, arrived, to_send, workers, &since);
+    let (in_bytes, (first, waited_us), out_bytes) = tokio::try_join!(receiving, working, sending)?;
+    let span_us = (first, since());
+    Ok(HopReport { hop: number, in_bytes, out_bytes, span_us, waited_us })
+}
+
+/// Reads the grains of all incoming streams, in the order of the inputs; how many bytes they were.
+async fn receive(
+    hop: &HopOrder,
+    cut: StripeCut,
+    mut incoming: BTreeMap<StreamNo, Incoming>,
+    to_work: mpsc::Sender<Vec<Bytes>>,
+    clock: &dyn Clock,
+) -> Result<u64, HopError> {
+    let inputs: Vec<StreamNo> = hop.inputs.iter().filter_map(|i| stream_in(i.input)).collect();
+    let mut in_bytes = 0;
+    for grain in hop.grains.0..hop.grains.1 {
+        let mut received = Vec::with_capacity(inputs.len());
+        for &stream in &inputs {
+            let missing = HopError::Order { what: "an incoming stream was not connected" };
+            let Incoming { from, recv } = incoming.get_mut(&stream).ok_or(missing)?;
+            let work = async {
+                let read = recv.read_exact(cut.grain_len(grain) as usize).await;
+                let node = || from.clone();
+                read.map_err(|source| HopError::Upstream { stream, node: node(), source })
+            };
+            let waiting_for = || format!("{from} to send stream {stream}");
+            let bytes = moved(clock, waiting_for, work).await?;
+            in_bytes += bytes.len() as u64;
+            received.push(bytes);
+        }
+        // Closed only by work that failed, and that failure is the hop's.
+        if to_work.send(received).await.is_err() {
             break;
         }
-        first.get_or_insert(since());
-        in_bytes += received.iter().map(|bytes| bytes.len() as u64).sum::<u64>();
-        let works_from = since();
-        let job = step.clone();
-        ready = workers.run(move || job.run(grain, received)).await??;
-        waited.1 += since() - works_from;
     }
-    for (&stream, Outgoing { to, send }) in outgoing.iter_mut() {
+    Ok(in_bytes)
+}
+
+/// Multiplies and stores what has arrived. Answers with when it began, and how long it waited for input, worked, and waited for room.
+async fn work(
+    step: &Arc<Step>,
+    mut arrived: mpsc::Receiver<Vec<Bytes>>,
+    to_send: mpsc::Sender<Vec<Bytes>>,
+    workers: &Workers,
+    since: &impl Fn() -> u64,
+) -> Result<(u64, (u64, u64, u64)), HopError> {
+    let (mut grain, mut first, mut waited) = (step.hop.grains.0, None, (0, 0, 0));
+    loop {
+        let waits_from = since();
+        let mut batch = Vec::new();
+        let count = arrived.recv_many(&mut batch, BATCH_GRAINS).await as u64;
+        if count == 0 {
+            break;
+        }
+        let works_from = since();
+        first.get_or_insert(works_from);
+        let job = step.clone();
+        let results = workers.run(move || job.run_all(grain, batch)).await??;
+        grain += count;
+        let mut extents = Vec::new();
+        let worked = since();
+        for Done { sent, extents: whole } in results {
+            extents.extend(whole);
+            if to_send.send(sent).await.is_err() {
+                return Ok((works_from, waited));
+            }
+        }
+        waited.2 += since() - worked;
+        let proves_from = since();
+        for (piece, extent) in extents {
+            step.shared.prove(piece, extent, workers).await?;
+        }
+        waited.0 += works_from - waits_from;
+        waited.1 += worked - works_from + (since() - proves_from);
+    }
+    Ok((first.unwrap_or_else(since), waited))
+}
+
+/// Sends what comes out, and ends the streams; how many bytes it was.
+async fn send(
+    hop: &HopOrder,
+    mut outgoing: BTreeMap<StreamNo, Outgoing>,
+    mut done: mpsc::Receiver<Vec<Bytes>>,
+    clock: &dyn Clock,
+) -> Result<u64, HopError> {
+    let outputs: Vec<StreamNo> = hop.outputs.iter().filter_map(|o| stream_out(o.output)).collect();
+    let mut out_bytes = 0;
+    while let Some(ready) = done.recv().await {
+        for (&stream, bytes) in outputs.iter().zip(ready) {
+            let missing = HopError::Order { what: "an outgoing stream was not connected" };
+            let Outgoing { to, send } = outgoing.get_mut(&stream).ok_or(missing)?;
+            out_bytes += bytes.len() as u64;
+            let work = async {
+                let written = send.write(bytes).await;
+                let node = || to.clone();
+                written.map_err(|source| HopError::Downstream { stream, node: node(), source })
+            };
+            moved(clock, || format!("{to} to take stream {stream}"), work).await?;
+        }
+    }
+    for (stream, Outgoing { to, mut send }) in outgoing {
         let work = async {
             let finished = send.finish().await;
             let node = || to.clone();
@@ -375,8 +512,7 @@ pub async fn run_hop(
         };
         moved(clock, || format!("{to} to take stream {stream}"), work).await?;
     }
-    let span_us = (first.unwrap_or_else(since), since());
-    Ok(HopReport { hop: number, in_bytes, out_bytes, span_us, waited_us: waited })
+    Ok(out_bytes)
 }
 
 /// The stream behind an input, if it is one.

@@ -344,7 +344,7 @@ impl Runs {
                     layout: LAYOUT_STANDARD,
                     len_bytes: order.cut.block_bytes,
                 })?;
-                pieces.insert(piece, PieceSlot::new(writer, order.cut.grains()));
+                pieces.insert(piece, PieceSlot::new(writer, order.cut.block_bytes));
             }
             let key = FingerprintKey::derive(&order.fingerprint_key);
             Ok(Shared { cut: order.cut, code, codec: order.codec, key, blocks, pieces })
@@ -396,12 +396,11 @@ impl Runs {
         for piece in pieces_of(order) {
             let shared = shared.clone();
             about_to(Stage::Piece, format_args!("{}/{piece}", order.stripe));
+            let failed = |source| RunError::Hop { hop: 0, source };
+            shared.slot(piece).map_err(failed)?.settle().await.map_err(failed)?;
             let job = move || -> Result<PieceProof, RunError> {
-                let missing = RunError::Order { what: "a piece was not opened" };
-                let slot = shared.pieces.get(&piece).ok_or(missing)?;
-                let finished = slot.finish(&shared.key);
-                let (stored, fingerprints) =
-                    finished.map_err(|source| RunError::Hop { hop: 0, source })?;
+                let slot = shared.slot(piece).map_err(failed)?;
+                let (stored, fingerprints) = slot.finish(&shared.key).map_err(failed)?;
                 Ok(PieceProof { piece, kept_block: None, root: stored.root, fingerprints })
             };
             proofs.push(self.workers.run(job).await??);

@@ -181,6 +181,12 @@ pub trait DiskFile: Send + Sync {
     /// Writes all of `bytes` at `offset`.
     fn write_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError>;
 
+    /// As [`write_at`](Self::write_at), beside the page cache where the disk can: for what nobody reads soon. It is no more durable
+    /// before a sync. Only whole multiples of [`DIRECT_ALIGN_BYTES`] out of an [`AlignedBuffer`] go that way.
+    fn write_past_cache_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
+        self.write_at(bytes, offset)
+    }
+
     /// Sets space for `len_bytes` aside, so that no later write finds the disk full; the length stays.
     /// File systems that cannot do it are let off.
     fn reserve(&self, len_bytes: u64) -> Result<(), DiskError>;
@@ -248,6 +254,7 @@ mod tests {
         file.write_at(b"hello", 0).unwrap();
         file.sync().unwrap();
         assert_eq!(file.len_bytes().unwrap(), 10_000);
+        writes_past_the_cache_meet_the_others(disk);
 
         let mut whole = vec![0; 10_000];
         file.read_at(&mut whole, 0).unwrap();
@@ -305,6 +312,38 @@ mod tests {
         assert!(matches!(disk.lock("lock"), Err(DiskError::InUse { .. })));
         drop(lock);
         disk.lock("lock").unwrap();
+    }
+
+    /// Whatever way bytes took, the last that were written are read, both ways.
+    fn writes_past_the_cache_meet_the_others(disk: &dyn Disk) {
+        let file = disk.create_new("a/past").unwrap();
+        let mut expected = vec![7; 20_000];
+        file.write_at(&expected, 0).unwrap();
+        let mut buffer = AlignedBuffer::new(12_288);
+        for (byte, offset, len) in
+            [(1, 4096, 8192), (2, 0, 4096), (3, 4096, 100), (4, 9_000, 4096), (5, 0, 12_288)]
+        {
+            buffer.bytes()[..len].fill(byte);
+            expected[offset..offset + len].fill(byte);
+            file.write_past_cache_at(&buffer.bytes()[..len], offset as u64).unwrap();
+            let mut found = vec![0; expected.len()];
+            file.read_at(&mut found, 0).unwrap();
+            assert!(found == expected, "{offset}+{len}");
+            file.sync().unwrap();
+            file.read_past_cache_at(&mut found, 0).unwrap();
+            assert!(found == expected, "{offset}+{len} past the cache");
+        }
+        // The other way round, and behind the end.
+        expected[..4096].fill(6);
+        file.write_at(&expected[..4096], 0).unwrap();
+        expected.resize(24_576, 0);
+        expected.resize(28_672, 8);
+        buffer.bytes()[..4096].fill(8);
+        file.write_past_cache_at(&buffer.bytes()[..4096], 24_576).unwrap();
+        let mut found = vec![1; expected.len()];
+        file.read_at(&mut found, 0).unwrap();
+        assert!(found == expected && file.len_bytes().unwrap() == 28_672);
+        disk.remove("a/past").unwrap();
     }
 
     #[test]

@@ -46,7 +46,7 @@ pub use index::{FileInfo, Totals};
 pub use kv::{Kv, KvError, Maps};
 pub use memory_disk::MemoryDisk;
 pub use memory_kv::MemoryKv;
-pub use piece_writer::{PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
+pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
 pub use reconcile::{Found, Reconciled};
 pub use sled_kv::{SledKv, SledMaps};

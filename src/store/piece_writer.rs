@@ -1,28 +1,34 @@
 //! Writes a piece from grains in any order, and proves it: what was written is read from the medium again.
 //!
-//! Syncs go behind the writer in extents, and each synced extent is read back at once, so that only the last one
-//! is left when the chain ends. The order is what proves: written, synced, read *past the page cache*,
+//! Syncs go behind the writer in extents, and each is synced and read back at once while the next one is written, so that only the
+//! last is left when the chain ends. The order is what proves: written, synced, read *past the page cache*,
 //! compared with the hash of what was written, and handed to the caller, who fingerprints it. The last grain
 //! waits for the end: it can share a page with the hash table, and that page is written once more.
+//!
+//! Neighbouring grains are gathered and written past the page cache, which would only be filled for nobody: the read-back
+//! passes it by, and the next reader comes days later.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::StoreError;
-use super::disk::AlignedBuffer;
+use super::disk::{AlignedBuffer, DiskFile};
 use super::folder::Store;
 use super::temporary::{Plan, Stored, Temporary};
-use crate::format::file::{Content, MAX_TAIL_BYTES};
+use crate::format::file::{Content, FileKey, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::{Attempt, StripeId};
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES, MIB, grains};
 
 /// So many bytes are written before they are synced and read back.
 const EXTENT_BYTES: u64 = 8 * MIB;
-/// One read of the read-back.
-const READ_BACK_BYTES: u64 = MIB;
+/// One write, and one read of the read-back.
+const BUFFER_BYTES: u64 = MIB;
 
-/// The most memory that one [`PieceWriter`] holds: the read-back's buffer, a hash and a number per grain, and the
+/// The most memory that one [`PieceWriter`] and one [`Extent`] hold: their buffers, hashes and numbers per grain, and the
 /// tail when it ends.
 pub const PIECE_WRITER_BYTES: u64 =
-    READ_BACK_BYTES + 64 * grains(MAX_BLOCK_BYTES) + 5 * MAX_TAIL_BYTES;
+    2 * BUFFER_BYTES + 128 * grains(MAX_BLOCK_BYTES) + 5 * MAX_TAIL_BYTES;
 
 /// Which piece is to be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,8 +55,18 @@ pub struct PieceWriter {
     unsynced: Vec<u64>,
     unsynced_bytes: u64,
     extent_bytes: u64,
-    proven: u64,
+    /// How many grains came back as they were written.
+    proven: Arc<AtomicU64>,
+    /// Grains that are not written yet.
     buffer: AlignedBuffer,
+    gathered: Gathered,
+}
+
+/// Whole grains in the buffer that follow one another.
+#[derive(Debug, Clone, Copy, Default)]
+struct Gathered {
+    first: u64,
+    count: u64,
 }
 
 impl Store {
@@ -65,8 +81,9 @@ impl Store {
             unsynced: Vec::new(),
             unsynced_bytes: 0,
             extent_bytes: EXTENT_BYTES,
-            proven: 0,
-            buffer: AlignedBuffer::new(READ_BACK_BYTES.min(len_bytes) as usize),
+            proven: Arc::default(),
+            buffer: AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize),
+            gathered: Gathered::default(),
         })
     }
 }
@@ -76,7 +93,7 @@ impl PieceWriter {
         StoreError::Misuse { key: self.temporary.key(), why }
     }
 
-    /// How many bytes [`advance`](Self::advance) lets come together before it syncs them; 8 MiB at first.
+    /// How many bytes are an [`extent`](Self::extent); 8 MiB at first.
     pub fn set_extent_bytes(&mut self, extent_bytes: u64) {
         self.extent_bytes = extent_bytes;
     }
@@ -87,38 +104,70 @@ impl PieceWriter {
             .ok_or_else(|| self.misuse("a grain of the wrong length, or behind the end"))?;
         let slot = usize::try_from(index).ok().and_then(|at| self.hashes.get_mut(at));
         match slot {
-            Some(slot @ None) => {
-                self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?;
-                *slot = Some(hash);
-            }
+            Some(slot @ None) => *slot = Some(hash),
             _ => return Err(self.misuse("a grain was given twice")),
         }
         self.unsynced.push(index);
         self.unsynced_bytes += bytes.len() as u64;
+        self.gather(index, bytes)
+    }
+
+    fn gather(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
+        let Gathered { first, count } = self.gathered;
+        let follows = count > 0 && index == first + count;
+        let from = if follows { count * GRAIN_BYTES } else { 0 } as usize;
+        let is_whole = bytes.len() as u64 == GRAIN_BYTES;
+        if is_whole
+            && follows
+            && let Some(room) = self.buffer.bytes().get_mut(from..from + bytes.len())
+        {
+            room.copy_from_slice(bytes);
+            self.gathered.count += 1;
+            return Ok(());
+        }
+        self.write_gathered()?;
+        match self.buffer.bytes().get_mut(..bytes.len()) {
+            Some(room) if is_whole => {
+                room.copy_from_slice(bytes);
+                self.gathered = Gathered { first: index, count: 1 };
+                Ok(())
+            }
+            // The last grain, which may be no multiple of anything.
+            _ => Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?),
+        }
+    }
+
+    fn write_gathered(&mut self) -> Result<(), StoreError> {
+        let Gathered { first, count } = std::mem::take(&mut self.gathered);
+        if count > 0 {
+            let bytes = &self.buffer.bytes()[..(count * GRAIN_BYTES) as usize];
+            self.temporary.file().write_past_cache_at(bytes, first * GRAIN_BYTES)?;
+        }
         Ok(())
     }
 
-    /// When an extent has come together: syncs it, reads it back and hands each grain to `readback`. Otherwise
-    /// nothing. Gives the number of grains proven so far. To be called between writes.
-    pub fn advance(&mut self, readback: &mut dyn FnMut(u64, &[u8])) -> Result<u64, StoreError> {
-        if self.unsynced_bytes >= self.extent_bytes {
-            self.temporary.file().sync()?;
-            self.prove(Some(grains(self.temporary.len_bytes()).saturating_sub(1)), readback)?;
+    /// When an extent has come together: what is to be proven now, while writing goes on.
+    pub fn extent(&mut self) -> Result<Option<Extent>, StoreError> {
+        if self.unsynced_bytes < self.extent_bytes {
+            return Ok(None);
         }
-        Ok(self.proven)
+        self.write_gathered()?;
+        Ok(Some(self.unproven(Some(grains(self.temporary.len_bytes()).saturating_sub(1)))))
     }
 
-    /// Proves what is left, hands it to `readback`, and makes the piece durable under its name. `readback` has
-    /// then had every grain once, those of one extent in ascending order.
+    /// Proves what is left, hands it to `readback`, and makes the piece durable under its name, once all its extents are proven.
+    /// `readback` has then had every grain once, those of one extent in ascending order.
     pub fn finish(mut self, readback: &mut dyn FnMut(u64, &[u8])) -> Result<Stored, StoreError> {
         let hashes: Option<Vec<Hash>> = self.hashes.iter().copied().collect();
         let tree = hashes
             .and_then(|hashes| GrainTree::from_hashes(self.temporary.len_bytes(), hashes).ok())
             .ok_or_else(|| self.misuse("not every grain was written"))?;
+        self.write_gathered()?;
         let tail = self.temporary.write_tail(&tree)?;
         self.temporary.file().sync()?;
-        self.prove(None, readback)?;
-        if self.proven != grains(self.temporary.len_bytes()) {
+        let last = self.unproven(None);
+        last.read_back(&mut self.buffer, readback)?;
+        if self.proven.load(Ordering::Acquire) != grains(self.temporary.len_bytes()) {
             return Err(self.misuse("a grain did not come back before: begin again"));
         }
         let mut found = AlignedBuffer::new(tail.bytes.len());
@@ -131,47 +180,85 @@ impl PieceWriter {
         self.temporary.publish(&tail)
     }
 
-    /// Reads back what was written since the last sync, all but the grain `later`.
-    fn prove(
-        &mut self,
-        later: Option<u64>,
-        readback: &mut dyn FnMut(u64, &[u8]),
-    ) -> Result<(), StoreError> {
-        let mut synced = std::mem::take(&mut self.unsynced);
+    /// What was written since the last extent, all but the grain `later`.
+    fn unproven(&mut self, later: Option<u64>) -> Extent {
+        let mut written = std::mem::take(&mut self.unsynced);
         self.unsynced_bytes = 0;
-        synced.retain(|grain| {
+        written.retain(|grain| {
             let wait = Some(*grain) == later;
             if wait {
                 self.unsynced.push(*grain);
             }
             !wait
         });
-        synced.sort_unstable();
-        let most = (READ_BACK_BYTES / GRAIN_BYTES) as usize;
-        let runs = synced.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(most));
-        runs.into_iter().try_for_each(|run| self.read_back(run, readback))
+        written.sort_unstable();
+        let hash = |grain: u64| self.hashes.get(grain as usize).copied().flatten();
+        Extent {
+            file: self.temporary.file().clone(),
+            key: self.temporary.key(),
+            len_bytes: self.temporary.len_bytes(),
+            grains: written.into_iter().map(|grain| (grain, hash(grain))).collect(),
+            proven: self.proven.clone(),
+        }
+    }
+}
+
+/// Part of a piece that is written: to be synced and read back.
+pub struct Extent {
+    file: Arc<dyn DiskFile>,
+    key: FileKey,
+    len_bytes: u64,
+    /// In ascending order, with the hashes of what was written.
+    grains: Vec<(u64, Option<Hash>)>,
+    proven: Arc<AtomicU64>,
+}
+
+impl Extent {
+    /// A buffer for [`prove`](Self::prove) of pieces of `len_bytes`.
+    pub fn buffer(len_bytes: u64) -> AlignedBuffer {
+        AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize)
     }
 
-    /// Reads neighbouring grains from the medium and compares them with what was written.
-    fn read_back(
-        &mut self,
-        run: &[u64],
+    /// Syncs the extent, reads it from the medium, compares it with what was written and hands each grain to `readback`.
+    pub fn prove(
+        self,
+        buffer: &mut AlignedBuffer,
         readback: &mut dyn FnMut(u64, &[u8]),
     ) -> Result<(), StoreError> {
-        let (key, len_bytes) = (self.temporary.key(), self.temporary.len_bytes());
-        let Some(first) = run.first() else { return Ok(()) };
-        let bytes: u64 = run.iter().map(|grain| grain_len(len_bytes, *grain)).sum();
-        let Some(buf) = self.buffer.bytes().get_mut(..bytes as usize) else {
+        self.file.sync()?;
+        self.read_back(buffer, readback)
+    }
+
+    fn read_back(
+        &self,
+        buffer: &mut AlignedBuffer,
+        readback: &mut dyn FnMut(u64, &[u8]),
+    ) -> Result<(), StoreError> {
+        let most = (BUFFER_BYTES / GRAIN_BYTES) as usize;
+        let runs = self.grains.chunk_by(|a, b| a.0 + 1 == b.0).flat_map(|run| run.chunks(most));
+        runs.into_iter().try_for_each(|run| self.read_run(run, buffer, readback))
+    }
+
+    /// Reads neighbouring grains at once.
+    fn read_run(
+        &self,
+        run: &[(u64, Option<Hash>)],
+        buffer: &mut AlignedBuffer,
+        readback: &mut dyn FnMut(u64, &[u8]),
+    ) -> Result<(), StoreError> {
+        let (key, len_bytes) = (self.key, self.len_bytes);
+        let Some((first, _)) = run.first() else { return Ok(()) };
+        let bytes: u64 = run.iter().map(|(grain, _)| grain_len(len_bytes, *grain)).sum();
+        let Some(buf) = buffer.bytes().get_mut(..bytes as usize) else {
             return Err(StoreError::Misuse { key, why: "a run longer than the buffer" });
         };
-        self.temporary.file().read_past_cache_at(buf, first * GRAIN_BYTES)?;
-        for (grain, bytes) in run.iter().copied().zip(buf.chunks(GRAIN_BYTES as usize)) {
-            let written = self.hashes.get(grain as usize).copied().flatten();
+        self.file.read_past_cache_at(buf, first * GRAIN_BYTES)?;
+        for ((grain, written), bytes) in run.iter().copied().zip(buf.chunks(GRAIN_BYTES as usize)) {
             if written.is_none() || grain_hash(len_bytes, grain, bytes) != written {
                 return Err(StoreError::ReadBack { key, grain });
             }
             readback(grain, bytes);
-            self.proven += 1;
+            self.proven.fetch_add(1, Ordering::AcqRel);
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! A folder of the machine.
 //!
-//! Reads past the page cache use `O_DIRECT` on a second descriptor of the same file; where the file system refuses
-//! that (or the file has been renamed before the first such read), the range is dropped from the cache with
-//! `posix_fadvise` and then read. tmpfs keeps everything in memory: there such a read proves nothing about a
+//! Reads and writes past the page cache use `O_DIRECT` on a second descriptor of the same file. Where the file system refuses
+//! that (or the file has been renamed before), the range is dropped from the cache with `posix_fadvise` and then read, and what is
+//! written goes through the cache. tmpfs keeps everything in memory: there such a read proves nothing about a
 //! medium, since there is none.
 #![allow(clippy::disallowed_methods)] // the one place that asks the system
 
@@ -65,13 +65,13 @@ impl Disk for RealDisk {
     fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
         let path = self.full(path)?;
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
-        Ok(Box::new(RealFile::new(file.map_err(during("create", &path))?, path)))
+        Ok(Box::new(RealFile::new(file.map_err(during("create", &path))?, path, true)))
     }
 
     fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
         let path = self.full(path)?;
         let file = File::open(&path).map_err(during("open", &path))?;
-        Ok(Box::new(RealFile::new(file, path)))
+        Ok(Box::new(RealFile::new(file, path, false)))
     }
 
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
@@ -183,19 +183,22 @@ impl Disk for RealDisk {
 struct RealFile {
     file: File,
     path: PathBuf,
-    /// The descriptor for direct reads, opened at the first one; `None` where there can be none.
+    is_written: bool,
+    /// The descriptor for what goes past the cache, opened when it is needed; `None` where there can be none.
     direct: OnceLock<Option<File>>,
 }
 
 impl RealFile {
-    fn new(file: File, path: PathBuf) -> Self {
-        Self { file, path, direct: OnceLock::new() }
+    fn new(file: File, path: PathBuf, is_written: bool) -> Self {
+        Self { file, path, is_written, direct: OnceLock::new() }
     }
 
     fn direct(&self) -> Option<&File> {
         let open = || {
             let flags = OFlags::DIRECT.bits() as i32;
-            let direct = OpenOptions::new().read(true).custom_flags(flags).open(&self.path).ok()?;
+            let mut options = OpenOptions::new();
+            options.read(true).write(self.is_written).custom_flags(flags);
+            let direct = options.open(&self.path).ok()?;
             let (ours, found) = (self.file.metadata().ok()?, direct.metadata().ok()?);
             // Another file may have our name by now.
             ((ours.dev(), ours.ino()) == (found.dev(), found.ino())).then_some(direct)
@@ -271,6 +274,21 @@ impl DiskFile for RealFile {
         self.file.write_all_at(bytes, offset).map_err(during("write", &self.path))
     }
 
+    fn write_past_cache_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
+        const ALIGN: usize = DIRECT_ALIGN_BYTES;
+        let suits = bytes.as_ptr().align_offset(ALIGN) == 0
+            && bytes.len().is_multiple_of(ALIGN)
+            && offset.is_multiple_of(ALIGN as u64);
+        if suits && let Some(direct) = self.direct() {
+            match direct.write_all_at(bytes, offset) {
+                // The file system took the flag, but not this write.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
+                done => return done.map_err(during("write", &self.path)),
+            }
+        }
+        self.write_at(bytes, offset)
+    }
+
     fn reserve(&self, len_bytes: u64) -> Result<(), DiskError> {
         use rustix::io::Errno;
         if len_bytes == 0 {
@@ -317,14 +335,14 @@ mod tests {
         }
         let disk = RealDisk::open(folder.path()).unwrap();
         let path = disk.full("file").unwrap();
-        let file = RealFile::new(File::create_new(&path).unwrap(), path.clone());
+        let file = RealFile::new(File::create_new(&path).unwrap(), path.clone(), true);
         file.write_at(&[7; 5000], 0).unwrap();
         file.sync().unwrap();
         let mut buf = [0; 5000];
         read_direct(file.direct().unwrap(), &mut buf, 0).unwrap();
         assert_eq!(buf, [7; 5000]);
 
-        let moved = RealFile::new(File::open(&path).unwrap(), path.clone());
+        let moved = RealFile::new(File::open(&path).unwrap(), path.clone(), false);
         fs::rename(&path, folder.path().join("else")).unwrap();
         File::create_new(&path).unwrap();
         assert!(moved.direct().is_none(), "another file has the name now");

@@ -4,6 +4,8 @@
 //! the folder is synced before the index, so that the index never names a file that
 //! a crash takes back; the index is written before the call returns.
 
+use std::sync::Arc;
+
 use super::StoreError;
 use super::disk::DiskFile;
 use super::folder::Store;
@@ -58,7 +60,7 @@ pub(super) struct Temporary {
     store: Store,
     plan: Plan,
     path: String,
-    file: Box<dyn DiskFile>,
+    file: Arc<dyn DiskFile>,
     published: bool,
 }
 
@@ -70,7 +72,7 @@ impl Temporary {
             return Err(StoreError::Misuse { key, why: "longer than a block can be" });
         }
         let path = store.names().temporary();
-        let file = store.disk().create_new(&path)?;
+        let file = store.disk().create_new(&path)?.into();
         let this = Self { store: store.clone(), plan, path, file, published: false };
         let tail_bytes = grains(len_bytes) * HASH_BYTES + HEADER_ROOM_BYTES + TRAILER_BYTES;
         this.file.reserve(len_bytes + tail_bytes)?;
@@ -85,8 +87,8 @@ impl Temporary {
         self.plan.len_bytes
     }
 
-    pub(super) fn file(&self) -> &dyn DiskFile {
-        self.file.as_ref()
+    pub(super) fn file(&self) -> &Arc<dyn DiskFile> {
+        &self.file
     }
 
     /// Writes what follows the data. It is the caller who syncs, and looks at it again if he wants to.

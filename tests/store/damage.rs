@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Attempt, ClusterId, StripeId};
 use rapidraid::kind::Kind;
-use rapidraid::store::{Disk, MemoryKv, Reconciled, Scope, Store, StoreError};
+use rapidraid::store::{Disk, Extent, MemoryKv, Reconciled, Scope, Store, StoreError};
 use rapidraid::units::GRAIN_BYTES;
 
 use super::{
@@ -89,20 +89,19 @@ fn what_the_medium_changes_before_the_read_back_is_noticed() {
         for (index, bytes) in (0..).zip(data.chunks(G)) {
             writer.write_grain(index, bytes).unwrap();
         }
+        writer.set_extent_bytes(1);
+        let extent = writer.extent().unwrap().unwrap();
         // Make it durable without the writer's knowledge, then let the medium rot under the page cache.
         disk.sync_all().unwrap();
         let path = format!("tmp/{}", disk.list("tmp").unwrap()[0].name);
         disk.flip_bit_on_medium(&path, grain * GRAIN_BYTES * 8 + 1).unwrap();
-        if grain < 3 {
-            // Found on the way or at the end; who goes on regardless gets nothing for it.
-            writer.set_extent_bytes(1);
-            let error = writer.advance(&mut |seen, _| assert!(seen < grain)).unwrap_err();
-            assert!(matches!(error, StoreError::ReadBack { grain: found, .. } if found == grain));
-            assert!(writer.finish(&mut |_, _| {}).is_err());
-        } else {
-            let error = writer.finish(&mut |seen, _| assert!(seen < grain)).unwrap_err();
-            assert!(matches!(error, StoreError::ReadBack { grain: found, .. } if found == grain));
-        }
+        let proven = extent
+            .prove(&mut Extent::buffer(4 * GRAIN_BYTES), &mut |seen, _| assert!(seen < grain));
+        // The last grain is proven at the end. Who goes on regardless gets nothing for it.
+        let finished = writer.finish(&mut |_, _| {});
+        let finished = finished.unwrap_err();
+        let error = if grain < 3 { proven.unwrap_err() } else { finished };
+        assert!(matches!(error, StoreError::ReadBack { grain: found, .. } if found == grain));
         assert_eq!(disk.list("tmp").unwrap(), []);
         assert!(is_absent(&store, piece_key()));
     }

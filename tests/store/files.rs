@@ -1,17 +1,20 @@
 //! What is written: every awkward size, what was not announced, the same again, a full disk, and the numbers that follow.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use rapidraid::format::file::{Content, FileKey};
 use rapidraid::id::{ShardId, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::store::sled_kv::Opened;
-use rapidraid::store::{BlockSpec, Disk, MemoryDisk, Reconciled, Scope, Store, StoreError};
+use rapidraid::store::{
+    BlockSpec, Disk, Extent, MemoryDisk, MemoryKv, RealDisk, Reconciled, Scope, Store, StoreError,
+};
 use rapidraid::units::{GRAIN_BYTES, grains};
 
 use super::{
     ATTEMPT, CACHE_BYTES, CLUSTER, G, LEN, REPLICA, STRIPE, assert_whole, block_spec, content,
-    is_absent, name, new_store, open, piece_key, piece_spec, read_verified, write_block,
+    is_absent, name, new_store, open, open_with, piece_key, piece_spec, read_verified, write_block,
     write_piece,
 };
 
@@ -121,6 +124,37 @@ fn the_same_again_is_fine_another_one_is_not_and_a_broken_one_makes_room() {
     let named = store.quarantined().unwrap();
     assert!(named.len() == 1 && named[0].contains("block-"), "{named:?}");
     assert!(named[0].contains(".rep (") && named[0].ends_with(')'), "{named:?}");
+}
+
+/// On a real disk, where what is proven and what is written are under way together.
+#[test]
+fn extents_are_proven_while_the_next_ones_are_written() {
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let disk = RealDisk::open(folder.path()).unwrap();
+    let (store, _) = open_with(&disk, Arc::new(disk.clone()), Arc::new(MemoryKv::new()));
+    let data = content(70 * G + 1000);
+    let back = Mutex::new(BTreeMap::new());
+    let take = |grain: u64, bytes: &[u8]| {
+        assert!(
+            back.lock().unwrap().insert(grain, bytes.to_vec()).is_none(),
+            "grain {grain} twice"
+        );
+    };
+    let mut writer = store.write_piece(piece_spec(data.len())).unwrap();
+    writer.set_extent_bytes(5 * GRAIN_BYTES);
+    std::thread::scope(|scope| {
+        for (index, grain) in (0..).zip(data.chunks(G)) {
+            writer.write_grain(index, grain).unwrap();
+            if let Some(extent) = writer.extent().unwrap() {
+                let len_bytes = data.len() as u64;
+                let mut take = take;
+                scope.spawn(move || extent.prove(&mut Extent::buffer(len_bytes), &mut take));
+            }
+        }
+    });
+    assert_eq!(back.lock().unwrap().len(), 70, "all but the last grain");
+    writer.finish(&mut |grain, bytes| take(grain, bytes)).unwrap();
+    assert!(back.into_inner().unwrap().into_values().flatten().eq(data.iter().copied()));
 }
 
 #[test]

@@ -249,7 +249,7 @@ impl Play<'_> {
             self.again(Deed::Rm, false);
         }
         fleet.until_bare();
-        assert_eq!(fleet.leftovers(), Vec::<String>::new());
+        fleet.until_tidy();
     }
 
     /// Runs the deed, kills at the stage, and brings back who was killed.

@@ -63,8 +63,12 @@ impl Fleet {
         files
     }
 
-    /// Temporary files, and what was set aside, of all nodes.
-    pub fn leftovers(&self) -> Vec<String> {
+    /// Waits until no node has a temporary file or one that was set aside. A small record that is written right now has one.
+    pub fn until_tidy(&self) {
+        self.until_none("nothing is left over", |fleet| fleet.leftovers());
+    }
+
+    fn leftovers(&self) -> Vec<String> {
         let mut found = Vec::new();
         for (at, member) in self.members.iter().enumerate() {
             for below in ["tmp", "quarantine"] {

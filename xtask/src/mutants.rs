@@ -23,6 +23,17 @@ struct Mutant {
     after: String,
 }
 
+impl Mutant {
+    /// What it takes out must be there, once.
+    fn fits(&self, root: &Path) -> Result<()> {
+        let source = fs::read_to_string(root.join(&self.file));
+        let source = source.with_context(|| self.file.clone())?;
+        let times = source.matches(&self.before).count();
+        ensure!(times == 1, "{}: its lines are {times} times in {}", self.name, self.file);
+        Ok(())
+    }
+}
+
 enum Ended {
     Caught,
     Survived,
@@ -47,11 +58,7 @@ fn try_run(only: Option<&str>) -> Result<bool> {
     let chosen: Vec<&Mutant> =
         all.iter().filter(|mutant| only.is_none_or(|part| mutant.name.contains(part))).collect();
     ensure!(!chosen.is_empty(), "no mutant of {LIST} has {only:?} in its name");
-    for mutant in &chosen {
-        let source = fs::read_to_string(&mutant.file).with_context(|| mutant.file.clone())?;
-        let times = source.matches(&mutant.before).count();
-        ensure!(times == 1, "{}: its lines are {times} times in {}", mutant.name, mutant.file);
-    }
+    chosen.iter().try_for_each(|mutant| mutant.fits(Path::new(".")))?;
     let tree = copy_tree()?;
     let (mut survived, started) = (Vec::new(), Instant::now());
     for (at, mutant) in chosen.iter().enumerate() {
@@ -158,6 +165,15 @@ fn parse(text: &str) -> Result<Vec<Mutant>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Whoever changes a line that a mutant takes out changes the mutant with it.
+    #[test]
+    fn every_mutant_fits_the_source() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let all = parse(&fs::read_to_string(root.join(LIST)).unwrap()).unwrap();
+        assert!(all.len() > 90);
+        all.iter().for_each(|mutant| mutant.fits(root).unwrap());
+    }
 
     #[test]
     fn a_block_is_a_change_and_its_tests() {

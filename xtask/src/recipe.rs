@@ -64,6 +64,7 @@ impl Run {
         let doc = ["doc", "--locked", "--workspace", "--no-deps", "--document-private-items"];
         self.cargo("docs", &doc, &[("RUSTDOCFLAGS", "-D warnings")])?;
         self.tests()?;
+        self.experiments()?;
         self.cargo("doc tests", &["test", "--locked", "--workspace", "--doc"], &[])?;
         if self.has_benches() {
             self.cargo("benches, each once", &["test", "--locked", "--bench", "*"], &[])?;
@@ -111,6 +112,30 @@ impl Run {
             // Doc tests are a step of their own.
             self.cargo("tests", &[&run[..], &["--lib", "--bins", "--tests"]].concat(), &[])
         }
+    }
+
+    /// The experiments of `cluster/` as their `[short]` says: whether they work, on loopback and, where this is root, on namespaces.
+    fn experiments(&mut self) -> Result<()> {
+        let build = ["build", "--locked", "-p", "rapidraid", "-p", "rapidraid-cluster"];
+        self.cargo("cluster programs", &build, &[])?;
+        let out = self.root.join("target/experiments");
+        std::fs::create_dir_all(&out).with_context(|| out.display().to_string())?;
+        let out = out.display().to_string();
+        let mut hosts = vec![vec!["--on", "loopback", "--unshaped"]];
+        match namespaces() {
+            Ok(()) => hosts.push(vec!["--on", "netns"]),
+            Err(why) => self.skip(&format!("experiments on network namespaces: {why}")),
+        }
+        for on in hosts {
+            for name in ["one-shard", "restore"] {
+                let file = format!("cluster/experiments/{name}.toml");
+                let run = ["run", "--locked", "-q", "-p", "rapidraid-cluster", "--", "run", &file];
+                let rest = ["--short", "--out", &out];
+                let title = format!("experiment {name} {}", on[1]);
+                self.cargo(&title, &[&run[..], &on[..], &rest[..]].concat(), &[])?;
+            }
+        }
+        Ok(())
     }
 
     fn has_benches(&self) -> bool {
@@ -167,6 +192,26 @@ impl Run {
         }
         println!("-- {name}: passed in {seconds:.1} s");
         Ok(())
+    }
+}
+
+/// Whether network namespaces can be made here, and why not.
+fn namespaces() -> Result<(), &'static str> {
+    let name = format!("rapidraid-probe-{}", std::process::id());
+    let ip = |verb: &str| {
+        let mut command = Command::new("ip");
+        command.args(["netns", verb, &name]).stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().map(|status| status.success())
+    };
+    let shaped = Command::new("tc").arg("-V").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    match (ip("add"), shaped) {
+        (Err(_), _) | (_, Err(_)) => Err("ip or tc is not installed (package iproute2)"),
+        (Ok(false), _) => Err("this is not root, or may not make namespaces"),
+        (Ok(true), Ok(_)) => {
+            // What stays is an empty namespace.
+            let _ = ip("del");
+            Ok(())
+        }
     }
 }
 

@@ -8,6 +8,8 @@
 
 mod machine;
 
+#[path = "kills/damage.rs"]
+mod damage;
 #[path = "kills/fleet.rs"]
 mod fleet;
 #[path = "kills/rest.rs"]

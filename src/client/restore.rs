@@ -205,6 +205,7 @@ impl Client {
             directory: directory.await?,
             incidents: Mutex::new(incident.map(str::to_owned).into_iter().collect()),
             rotten: Mutex::default(),
+            leaving: Mutex::default(),
         });
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);

@@ -150,6 +150,9 @@ pub struct Reading {
     pub incidents: Mutex<Vec<String>>,
     /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
     pub rotten: Mutex<BTreeSet<(StripeId, NodeId, FileName)>>,
+    /// Stripes of which a file was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
+    /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
+    pub leaving: Mutex<BTreeSet<StripeId>>,
 }
 
 impl Reading {
@@ -164,6 +167,10 @@ impl Reading {
     fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
         let rotten = self.rotten.lock().unwrap_or_else(PoisonError::into_inner);
         rotten.contains(&(stripe, node, file))
+    }
+
+    fn is_leaving(&self, stripe: StripeId) -> bool {
+        self.leaving.lock().unwrap_or_else(PoisonError::into_inner).contains(&stripe)
     }
 
     fn note(&self, incident: String) {
@@ -201,7 +208,9 @@ impl StripeReader {
         let known: BTreeSet<NodeId> =
             nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
         let stripe = info.fixed.stripe;
-        let wanted = Wanted { root: &root, info: &info, state, receipt: receipt.as_ref(), blocks };
+        let is_leaving = reading.is_leaving(stripe);
+        let receipt = receipt.as_ref();
+        let wanted = Wanted { root: &root, info: &info, state, receipt, blocks, is_leaving };
         // An error is no way, and none that waiting mends.
         let is_enough = |held: &Held| wanted.find_way(held).map_or(true, |way| way.is_some());
         let mut held = Held::new();
@@ -483,6 +492,12 @@ impl StripeReader {
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
+        if fault == Fault::Gone {
+            let mut leaving = self.reading.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+            if leaving.len() < MAX_ROTTEN {
+                leaving.insert(stripe);
+            }
+        }
         if fault != Fault::Rotten {
             return;
         }

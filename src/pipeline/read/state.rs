@@ -31,7 +31,9 @@ pub async fn state_on_nodes(
         .collect();
     let limit = if is_patient { PATIENT_LIMIT } else { INSPECT_LIMIT };
     let mut held = Held::new();
-    let is_whole = |held: &Held| blocks.is_subset(&replicas(held));
+    // Lists of replicas that are going are no evidence: then a receipt comes first.
+    let is_leaving = reading.is_leaving(stripe);
+    let is_whole = |held: &Held| !is_leaving && blocks.is_subset(&replicas(held));
     inspect_all(reading, stripe, &nodes, limit, &mut held, is_whole).await;
     if is_whole(&held) {
         return StripeState::Replicated;

@@ -66,18 +66,33 @@ pub(super) struct Wanted<'a> {
     pub state: StripeState,
     pub receipt: Option<&'a Receipt>,
     pub blocks: &'a [u8],
+    /// Replicas that nodes list may be gone: what is archived is read by its pieces, if they span.
+    pub is_leaving: bool,
 }
 
 impl Wanted<'_> {
     /// The way to read it with what the nodes hold, if there is one.
     pub(super) fn find_way(&self, held: &Held) -> Result<Option<Way>, ReadError> {
-        let &Wanted { root, info, state, receipt, blocks } = self;
+        let pieces = if self.is_leaving { self.pieces_way(held)? } else { None };
+        match pieces.or_else(|| self.replicas_way(held)) {
+            None if !self.is_leaving => self.pieces_way(held),
+            way => Ok(way),
+        }
+    }
+
+    /// Replicas, if there is one of each block.
+    fn replicas_way(&self, held: &Held) -> Option<Way> {
+        let &Wanted { info, blocks, .. } = self;
         let replicas: BTreeMap<u8, Vec<Holding>> =
             blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
         let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
-        if replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty()) {
-            return Ok(Some(Way::Replicas(replicas)));
-        }
+        let is_whole = replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty());
+        is_whole.then_some(Way::Replicas(replicas))
+    }
+
+    /// Pieces of the attempt that counts, if they span.
+    fn pieces_way(&self, held: &Held) -> Result<Option<Way>, ReadError> {
+        let &Wanted { root, info, state, receipt, blocks, .. } = self;
         let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
         let unknown =
             || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
@@ -96,7 +111,7 @@ impl Wanted<'_> {
 
     /// What it needs and what is missing, when there is no way.
     pub(super) fn explain(&self, directory: &Directory, held: &Held) -> Lost {
-        let &Wanted { root, info, state, receipt, blocks } = self;
+        let &Wanted { root, info, state, receipt, blocks, .. } = self;
         let (n, k) = (usize::from(root.n), usize::from(root.k));
         let gone = |node: NodeId| {
             if held.contains_key(&node) { "has it no more" } else { "is not reached" }
@@ -208,4 +223,70 @@ fn pieces_of(
         }
     }
     pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::records::{BlockInfo, FIELD_GF8, LAYOUT_STANDARD, StripeFixed};
+    use crate::id::{Generation, SaveId, ShardId, Step, StripeId};
+    use crate::units::GRAIN_BYTES;
+    use crate::wire::answers::FileView;
+
+    fn root() -> ShardRoot {
+        let save = SaveId([1; 12]);
+        ShardRoot {
+            job: "job".parse().unwrap(),
+            step: Step(1),
+            save,
+            index: 0,
+            shards: 1,
+            shard: ShardId::new(save, 0),
+            name: "weights".parse().unwrap(),
+            len_bytes: 4 * GRAIN_BYTES,
+            block_bytes: GRAIN_BYTES,
+            n: 6,
+            k: 4,
+            layout: LAYOUT_STANDARD,
+            field: FIELD_GF8,
+            fingerprint_key: [2; 32],
+            ring: Vec::new(),
+            stripes_root: [3; 32],
+        }
+    }
+
+    #[test]
+    fn what_is_leaving_is_read_by_its_pieces_if_there_are_any() {
+        let root = root();
+        let stripe = StripeId { shard: root.shard, index: 0 };
+        let cut = root.geometry().unwrap().stripe(0).unwrap();
+        let block = BlockInfo { len_bytes: GRAIN_BYTES, root: [7; 32], fingerprints: Vec::new() };
+        let fixed = StripeFixed { stripe, cut, blocks: vec![block; 4] };
+        let info = StripeInfo { fixed, places: (0..6).map(NodeId).collect() };
+        let attempt = Attempt([1; 16]);
+        let code = table::find(6, 4).unwrap().id();
+        let generation = Generation::default();
+        let archived = StripeState::Archived { attempt, code, generation, dropped: false };
+        let view = |file| FileView { file, len_bytes: GRAIN_BYTES, root: [7; 32] };
+        let held = |pieces| -> Held {
+            let on = |node: u8| {
+                let mut files = vec![view(FileName::Replica { block: node % 4 })];
+                files.extend(
+                    (node < pieces).then(|| view(FileName::Piece { piece: node, attempt })),
+                );
+                (NodeId(node.into()), files)
+            };
+            (0..6).map(on).collect()
+        };
+        let way = |state, is_leaving, pieces| {
+            let blocks = &[0, 1, 2, 3];
+            let wanted =
+                Wanted { root: &root, info: &info, state, receipt: None, blocks, is_leaving };
+            wanted.find_way(&held(pieces)).unwrap().unwrap()
+        };
+        assert!(matches!(way(archived, false, 6), Way::Replicas(_)));
+        assert!(matches!(way(archived, true, 6), Way::Pieces { .. }));
+        assert!(matches!(way(archived, true, 3), Way::Replicas(_)));
+        assert!(matches!(way(StripeState::Replicated, true, 6), Way::Replicas(_)));
+    }
 }

@@ -1,0 +1,299 @@
+//! The daemons of one cluster on its hosts, and the commands that its client runs.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::experiment::Conditions;
+use crate::hosts::{HostNo, Hosts};
+use crate::stop::{Stop, own_group};
+
+/// How long all daemons together may take to be ready.
+const READY_LIMIT: Duration = Duration::from_secs(60);
+/// A command that only asks.
+const ASK_LIMIT: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(50);
+
+/// Makes the daemon's number known, and gives its place to the daemon.
+const START: &str = r#"echo $$ > "$1/pid" && exec "$2" node --stop-at-eof --config "$1/rapidraid.toml" >/dev/null 2>"$1/log""#;
+
+/// A cluster that runs. Daemons end with it: each watches a pipe from here.
+pub struct Daemons<'a> {
+    hosts: &'a dyn Hosts,
+    stop: Stop,
+    folders: Vec<PathBuf>,
+    client: PathBuf,
+    running: Vec<Option<Running>>,
+}
+
+struct Running {
+    child: Child,
+    pid: u32,
+}
+
+/// What a host tells of its daemon and its link, since they began.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Reading {
+    /// Bytes that the host sent; 0 where hosts share a device.
+    pub sent_bytes: u64,
+    /// Bytes that reached it.
+    pub received_bytes: u64,
+    /// Processor time of the daemon, user and system.
+    pub cpu_s: f64,
+    /// The most memory that it has had.
+    pub peak_bytes: u64,
+}
+
+/// `node-01` and so on: as many digits as the last one has, so that names sort.
+pub fn node_name(node: HostNo) -> String {
+    format!("node-{:03}", node + 1)
+}
+
+impl<'a> Daemons<'a> {
+    /// Makes the cluster's files, puts them on the hosts, starts the daemons and waits until all are ready.
+    pub fn start(
+        hosts: &'a dyn Hosts,
+        local: &std::path::Path,
+        at: &Conditions,
+        stop: &Stop,
+    ) -> Result<Self> {
+        let files = local.join("cluster");
+        let mut init = Command::new(local_program());
+        init.args(["cluster", "init"]).arg(&files);
+        for node in 0..hosts.nodes() {
+            init.arg("--node").arg(format!("{}={}", node_name(node), hosts.address(node)));
+        }
+        for setting in [
+            format!("memory={}", at.memory_bytes),
+            format!("code.block={}", at.block_bytes),
+            format!("code.list={},{}", at.n, at.k),
+            // What is archived is what is measured.
+            "policy.archive_all_but=never".to_owned(),
+            "log.level=warn".to_owned(),
+        ] {
+            init.arg("--set").arg(setting);
+        }
+        answer(stop, init, ASK_LIMIT)?;
+        let mut folders = Vec::new();
+        for node in 0..hosts.nodes() {
+            let place = PathBuf::from("cluster/nodes").join(node_name(node));
+            folders.push(hosts.deliver(node, &local.join(&place), &place)?);
+        }
+        let place = PathBuf::from("cluster/client");
+        let client = hosts.deliver(hosts.nodes(), &local.join(&place), &place)?;
+        let running = (0..hosts.nodes()).map(|_| None).collect();
+        let mut daemons = Self { hosts, stop: stop.clone(), folders, client, running };
+        let all: Vec<HostNo> = (0..hosts.nodes()).collect();
+        daemons.revive(&all)?;
+        Ok(daemons)
+    }
+
+    /// Starts the daemons of these nodes and waits until they are ready and the cluster knows it.
+    pub fn revive(&mut self, nodes: &[HostNo]) -> Result<()> {
+        for &node in nodes {
+            let folder = self.folders[node].to_string_lossy().into_owned();
+            let program = self.hosts.program();
+            let mut command =
+                self.hosts.command(node, "sh", &["-c", START, "sh", &folder, program]);
+            forget_settings(&mut command);
+            command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::inherit());
+            let child = own_group(&mut command).spawn().context("cannot start a daemon")?;
+            self.running[node] = Some(Running { child, pid: 0 });
+        }
+        let end = Instant::now() + READY_LIMIT;
+        for &node in nodes {
+            let log = self.folders[node].join("log").to_string_lossy().into_owned();
+            while !self.has_line(node, &log, "^ready: ")? {
+                let ended = self.running[node].as_mut().and_then(|r| r.child.try_wait().ok()?);
+                if ended.is_some() || Instant::now() > end {
+                    let tail = self.on(node, "tail", &["-n", "5", &log])?;
+                    bail!("{} does not run; its log ends with:\n{tail}", node_name(node));
+                }
+                self.stop.sleep(POLL)?;
+            }
+            let file = self.folders[node].join("pid").to_string_lossy().into_owned();
+            let pid = self.on(node, "cat", &[&file])?;
+            let pid = pid.trim().parse().with_context(|| format!("{file}: {pid:?}"))?;
+            if let Some(running) = &mut self.running[node] {
+                running.pid = pid;
+            }
+        }
+        self.until_live(self.running.iter().flatten().count())
+    }
+
+    /// Waits until the catalogue counts so many nodes as live.
+    pub fn until_live(&self, wanted: usize) -> Result<()> {
+        let end = Instant::now() + READY_LIMIT;
+        loop {
+            let status = self.client(&["status"], ASK_LIMIT)?;
+            let live = status["nodes"].as_array().map_or(0, |nodes| {
+                nodes.iter().filter(|node| node["live"].as_bool() == Some(true)).count()
+            });
+            if live == wanted {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < end,
+                "{live} nodes are live after {READY_LIMIT:?}, not {wanted}"
+            );
+            self.stop.sleep(POLL)?;
+        }
+    }
+
+    fn has_line(&self, node: HostNo, file: &str, pattern: &str) -> Result<bool> {
+        let command = self.hosts.command(node, "grep", &["-q", pattern, file]);
+        // The file is not there before the daemon is.
+        Ok(self.stop.run(command, ASK_LIMIT, || Ok(()))?.status.success())
+    }
+
+    /// What `program` prints on a host.
+    pub fn on(&self, host: HostNo, program: &str, arguments: &[&str]) -> Result<String> {
+        let command = self.hosts.command(host, program, arguments);
+        let output = checked(&self.stop, command, ASK_LIMIT, || Ok(()))?;
+        Ok(String::from_utf8_lossy(&output).into_owned())
+    }
+
+    /// Sends a signal (its name, such as `STOP`) to the daemon of a node.
+    pub fn signal(&self, node: HostNo, signal: &str) -> Result<()> {
+        let Some(running) = &self.running[node] else { return Ok(()) };
+        self.on(node, "kill", &["-s", signal, &running.pid.to_string()])?;
+        Ok(())
+    }
+
+    /// Kills daemons as a power cut would, as far as the process goes.
+    pub fn kill(&mut self, nodes: &[HostNo]) -> Result<()> {
+        for &node in nodes {
+            self.signal(node, "KILL")?;
+            if let Some(mut running) = self.running[node].take() {
+                running.child.wait().context("cannot wait for a daemon's end")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `rapidraid` on the client's host; its JSON.
+    pub fn client(&self, arguments: &[&str], limit: Duration) -> Result<Value> {
+        self.client_while(arguments, limit, || Ok(()))
+    }
+
+    /// The same; `meanwhile` is called as long as it runs.
+    pub fn client_while(
+        &self,
+        arguments: &[&str],
+        limit: Duration,
+        meanwhile: impl FnMut() -> Result<()>,
+    ) -> Result<Value> {
+        let config = self.client.join("rapidraid.toml").to_string_lossy().into_owned();
+        let arguments = [arguments, &["--json", "--config", &config]].concat();
+        let mut command = self.hosts.command(self.hosts.nodes(), self.hosts.program(), &arguments);
+        forget_settings(&mut command);
+        let output = checked(&self.stop, command, limit, meanwhile)?;
+        serde_json::from_slice(&output)
+            .with_context(|| format!("rapidraid {} printed no JSON", arguments.join(" ")))
+    }
+
+    /// What every node's daemon and link tell; daemons that do not run tell nothing.
+    pub fn read(&self) -> Result<Vec<Reading>> {
+        (0..self.hosts.nodes()).map(|node| self.read_one(node)).collect()
+    }
+
+    /// The same of one.
+    pub fn read_one(&self, node: HostNo) -> Result<Reading> {
+        let Some(running) = &self.running[node] else { return Ok(Reading::default()) };
+        let mut files =
+            vec![format!("/proc/{}/stat", running.pid), format!("/proc/{}/status", running.pid)];
+        if let Some(device) = self.hosts.device(node) {
+            for counter in ["tx_bytes", "rx_bytes"] {
+                files.push(format!("/sys/class/net/{device}/statistics/{counter}"));
+            }
+        }
+        let files: Vec<&str> = files.iter().map(String::as_str).collect();
+        let text = self.on(node, "cat", &files)?;
+        reading(&text).with_context(|| format!("{} told what is no reading", node_name(node)))
+    }
+}
+
+impl Drop for Daemons<'_> {
+    fn drop(&mut self) {
+        for running in self.running.iter_mut().flatten() {
+            // A stopped daemon would not see that its pipe ends; children here are killed, others end by their pipes.
+            let _ = running.child.kill();
+            let _ = running.child.wait();
+        }
+    }
+}
+
+/// Parses `/proc/PID/stat`, `/proc/PID/status` and, if they follow, the two counters.
+fn reading(text: &str) -> Option<Reading> {
+    /// Linux counts in hundredths of a second wherever a process can see it (`USER_HZ`).
+    const TICKS_PER_S: f64 = 100.0;
+    let (stat, rest) = text.split_once('\n')?;
+    // The name, in parentheses, may have blanks in it.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
+    let peak = rest.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let peak_kib: u64 = peak.split_whitespace().next()?.parse().ok()?;
+    let mut counters = rest.lines().filter_map(|line| line.parse::<u64>().ok());
+    Some(Reading {
+        sent_bytes: counters.next().unwrap_or(0),
+        received_bytes: counters.next().unwrap_or(0),
+        cpu_s: ticks as f64 / TICKS_PER_S,
+        peak_bytes: peak_kib << 10,
+    })
+}
+
+/// The program on this machine: `$RAPIDRAID`, beside this one, or on the path.
+pub fn local_program() -> PathBuf {
+    let named = std::env::var_os("RAPIDRAID").map(PathBuf::from);
+    let beside = std::env::current_exe().ok().map(|own| own.with_file_name("rapidraid"));
+    named.or_else(|| beside.filter(|path| path.is_file())).unwrap_or_else(|| "rapidraid".into())
+}
+
+/// Settings for some other cluster are not for this one.
+fn forget_settings(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(|name| name.starts_with("RAPIDRAID_")) {
+            command.env_remove(name);
+        }
+    }
+}
+
+/// What a command prints; an error has what it complains of.
+fn checked(
+    stop: &Stop,
+    command: Command,
+    limit: Duration,
+    meanwhile: impl FnMut() -> Result<()>,
+) -> Result<Vec<u8>> {
+    let line = crate::stop::shown(&command);
+    let output = stop.run(command, limit, meanwhile)?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "`{line}` failed ({}): {}", output.status, said.trim());
+    Ok(output.stdout)
+}
+
+fn answer(stop: &Stop, mut command: Command, limit: Duration) -> Result<Vec<u8>> {
+    forget_settings(&mut command);
+    checked(stop, command, limit, || Ok(()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reading_is_parsed_whatever_the_name() {
+        let stat = "7 (a) b) S 1 1 1 0 -1 4194560 100 0 0 0 150 25 0 0 20 0 4 0 100 200 300";
+        let status = "Name:\ta) b\nVmHWM:\t  2048 kB\nThreads:\t4";
+        let found = reading(&format!("{stat}\n{status}\n1000\n2000\n")).unwrap();
+        let expected =
+            Reading { sent_bytes: 1000, received_bytes: 2000, cpu_s: 1.75, peak_bytes: 2 << 20 };
+        assert_eq!(found, expected);
+        let alone = reading(&format!("{stat}\n{status}\n")).unwrap();
+        assert_eq!((alone.sent_bytes, alone.cpu_s), (0, 1.75));
+        assert_eq!(reading("cat: no such file"), None);
+    }
+}

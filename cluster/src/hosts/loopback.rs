@@ -1,0 +1,76 @@
+//! All hosts are this machine, each daemon on a port of its own: no root, no shaping. For a first look and for CI.
+
+use std::net::UdpSocket;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use super::{HostNo, Hosts, RateMbit};
+use crate::work::WorkFolder;
+
+/// Daemons of this machine.
+pub struct Loopback {
+    ports: Vec<u16>,
+    program: String,
+    work: WorkFolder,
+}
+
+impl Loopback {
+    /// `nodes` daemons to be, on free ports. Others may take those first; then the daemons say so.
+    pub fn up(nodes: usize, program: String, work: WorkFolder) -> Result<Self> {
+        // All are held until all are known, so that none comes twice.
+        let sockets: std::io::Result<Vec<UdpSocket>> =
+            (0..nodes).map(|_| UdpSocket::bind(("127.0.0.1", 0))).collect();
+        let sockets = sockets.context("cannot find free UDP ports")?;
+        let ports: std::io::Result<Vec<u16>> =
+            sockets.iter().map(|socket| socket.local_addr().map(|addr| addr.port())).collect();
+        Ok(Self { ports: ports?, program, work })
+    }
+}
+
+impl Hosts for Loopback {
+    fn nodes(&self) -> usize {
+        self.ports.len()
+    }
+
+    fn address(&self, node: HostNo) -> String {
+        format!("127.0.0.1:{}", self.ports[node])
+    }
+
+    fn command(&self, _host: HostNo, program: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        command
+    }
+
+    fn program(&self) -> &str {
+        &self.program
+    }
+
+    fn folder(&self) -> &Path {
+        self.work.path()
+    }
+
+    fn deliver(&self, _host: HostNo, local: &Path, place: &Path) -> Result<PathBuf> {
+        super::same_disk(self.work.path(), local, place)
+    }
+
+    fn device(&self, _host: HostNo) -> Option<&str> {
+        None
+    }
+
+    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()> {
+        match rate {
+            None => Ok(()),
+            Some(rate) => bail!(
+                "host {host} is to have {rate} Mbit/s, but loopback is not shaped: use --on netns, or --unshaped"
+            ),
+        }
+    }
+
+    fn describe(&self) -> Value {
+        json!({ "hosts": "loopback", "mtu": 65536, "shaping": null })
+    }
+}

@@ -1,0 +1,228 @@
+//! Hosts as network namespaces of this machine: veth pairs into one bridge, both directions of every port shaped by `tbf`.
+//!
+//! Shaping the bridge's end of a port limits what reaches the host, so that many senders to one coder share its link as they
+//! would at a switch. Nothing is routed outside. Names have the number of the process that made them: what a killed run left
+//! behind is found and removed by the next.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::{HostNo, Hosts, PORT, RateMbit};
+use crate::work::{WorkFolder, is_running};
+
+const PREFIX: &str = "rapidraid-";
+/// The device of every host.
+const DEVICE: &str = "eth0";
+const MTU: u32 = 9000;
+/// A segment that the kernel has not cut yet is up to 64 KiB; at 1 Gbit/s smaller bursts lose packets.
+const BURST_BYTES: u32 = 256 << 10;
+/// How long a packet may wait at a port before it is dropped. Deeper queues only show as round-trip time.
+const QUEUE_MS: u32 = 50;
+/// Hosts of one /24, without the bridge.
+const MAX_HOSTS: usize = 250;
+
+/// Namespaces `rapidraid-PID-0` to `-N` and their hub.
+pub struct Namespaces {
+    nodes: usize,
+    program: String,
+    work: WorkFolder,
+}
+
+fn prefix() -> String {
+    format!("{PREFIX}{}-", std::process::id())
+}
+
+fn namespace(host: HostNo) -> String {
+    format!("{}{host}", prefix())
+}
+
+fn hub() -> String {
+    format!("{}hub", prefix())
+}
+
+fn ip_of(host: HostNo) -> String {
+    format!("10.77.0.{}", host + 1)
+}
+
+impl Namespaces {
+    /// Puts up namespaces for `nodes` nodes and a client.
+    pub fn up(nodes: usize, program: String, work: WorkFolder) -> Result<Self> {
+        ensure!(nodes < MAX_HOSTS, "{nodes} nodes: one bridge here takes {MAX_HOSTS}");
+        check()?;
+        remove_leftovers()?;
+        // From here on dropping it takes away whatever part of it is there.
+        let hosts = Self { nodes, program, work };
+        let mut made = String::new();
+        for name in (0..=nodes).map(namespace).chain([hub()]) {
+            let _ = writeln!(made, "netns add {name}");
+        }
+        ip(&["-batch", "-"], &made)?;
+        let mut ports =
+            format!("link add br0 mtu {MTU} type bridge\nlink set br0 up\nlink set lo up\n");
+        for host in 0..=nodes {
+            let name = namespace(host);
+            let _ = writeln!(
+                ports,
+                "link add v{host} mtu {MTU} type veth peer name {DEVICE} mtu {MTU} netns {name}\n\
+                 link set v{host} master br0 up"
+            );
+        }
+        ip(&["-n", &hub(), "-batch", "-"], &ports)?;
+        for host in 0..=nodes {
+            let address = ip_of(host);
+            let own = format!(
+                "addr add {address}/24 dev {DEVICE}\nlink set {DEVICE} up\nlink set lo up\n"
+            );
+            ip(&["-n", &namespace(host), "-batch", "-"], &own)?;
+        }
+        Ok(hosts)
+    }
+}
+
+/// What this needs, told before anything is done.
+fn check() -> Result<()> {
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "namespaces need root: run it with sudo, or use --on loopback, which is not shaped"
+    );
+    for (tool, arguments) in [("ip", "-V"), ("tc", "-V")] {
+        let found = Command::new(tool).arg(arguments).stdout(Stdio::null()).status();
+        ensure!(found.is_ok(), "{tool} is not installed: it is in the package iproute2");
+    }
+    Ok(())
+}
+
+/// Removes namespaces of runs that are no more, with the processes in them.
+pub fn remove_leftovers() -> Result<usize> {
+    let listed = match std::fs::read_dir("/run/netns") {
+        Ok(entries) => entries.flatten().map(|entry| entry.file_name()).collect(),
+        Err(_) => Vec::new(),
+    };
+    let mut removed = 0;
+    for name in listed {
+        let Some(name) = name.to_str() else { continue };
+        let owner = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-'));
+        if let Some((owner, _)) = owner
+            && owner.parse().is_ok_and(|owner| !is_running(owner))
+        {
+            remove(name)?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}
+
+/// Ends what runs in a namespace and removes it; its devices go with it.
+fn remove(name: &str) -> Result<()> {
+    let inside = Command::new("ip").args(["netns", "pids", name]).output();
+    let inside = inside.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    for pid in inside.unwrap_or_default().split_whitespace() {
+        // It may have ended meanwhile.
+        let _ = Command::new("kill").args(["-9", pid]).stderr(Stdio::null()).status();
+    }
+    ip(&["netns", "del", name], "")
+}
+
+/// Runs `ip` with `input`; what it complains of is the error.
+fn ip(arguments: &[&str], input: &str) -> Result<()> {
+    run("ip", arguments, input)
+}
+
+fn run(program: &str, arguments: &[&str], input: &str) -> Result<()> {
+    let line = || format!("{program} {}", arguments.join(" "));
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start `{}`", line()))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // It may end before it has read all; then its status says why.
+        let _ = stdin.write_all(input.as_bytes());
+    }
+    let output = child.wait_with_output().with_context(line)?;
+    if !output.status.success() {
+        bail!("`{}` failed: {}", line(), String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}
+
+impl Hosts for Namespaces {
+    fn nodes(&self) -> usize {
+        self.nodes
+    }
+
+    fn address(&self, node: HostNo) -> String {
+        format!("{}:{PORT}", ip_of(node))
+    }
+
+    fn command(&self, host: HostNo, program: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &namespace(host), program]).args(arguments);
+        command
+    }
+
+    fn program(&self) -> &str {
+        &self.program
+    }
+
+    fn folder(&self) -> &Path {
+        self.work.path()
+    }
+
+    fn deliver(&self, _host: HostNo, local: &Path, place: &Path) -> Result<PathBuf> {
+        super::same_disk(self.work.path(), local, place)
+    }
+
+    fn device(&self, _host: HostNo) -> Option<&str> {
+        Some(DEVICE)
+    }
+
+    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()> {
+        let port = format!("v{host}");
+        for (namespace, device) in [(namespace(host), DEVICE), (hub(), &port)] {
+            match rate {
+                Some(rate) => {
+                    let (rate, burst) = (format!("{rate}mbit"), BURST_BYTES.to_string());
+                    let queue = format!("{QUEUE_MS}ms");
+                    let arguments = [
+                        "-n", &namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
+                        &rate, "burst", &burst, "latency", &queue,
+                    ];
+                    run("tc", &arguments, "")?;
+                }
+                // There may be none.
+                None => {
+                    let arguments = ["-n", &namespace, "qdisc", "del", "dev", device, "root"];
+                    let _ = run("tc", &arguments, "");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn describe(&self) -> Value {
+        json!({
+            "hosts": "netns", "mtu": MTU,
+            "shaping": format!("tbf at both ends of every port, burst {BURST_BYTES}, queue {QUEUE_MS} ms"),
+        })
+    }
+}
+
+impl Drop for Namespaces {
+    fn drop(&mut self) {
+        for name in (0..=self.nodes).map(namespace).chain([hub()]) {
+            if Path::new("/run/netns").join(&name).exists()
+                && let Err(error) = remove(&name)
+            {
+                eprintln!("rapidraid-cluster: {name} stays until the next run: {error:#}");
+            }
+        }
+    }
+}

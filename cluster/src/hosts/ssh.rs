@@ -1,0 +1,276 @@
+//! Hosts behind ssh: machines of an inventory, such as the one that `cluster/ec2` writes.
+//!
+//! One connection a host is kept open and shared, so that a command costs a round trip. Links are what they are: a file that
+//! asks for shaping is refused.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{HostNo, Hosts, PORT, RateMbit};
+use crate::work::WorkFolder;
+
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// How long a host may take to answer the first time.
+const CONNECT_S: u32 = 10;
+
+/// An inventory file.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Inventory {
+    /// Who logs in.
+    pub user: String,
+    /// The private key's file; absent: as ssh is configured.
+    pub key: Option<PathBuf>,
+    /// The `rapidraid` program on the hosts.
+    #[serde(default = "default_program")]
+    pub program: String,
+    /// Where the daemons keep their data; a new folder is made in it.
+    pub folder: PathBuf,
+    /// The device whose counters are the link.
+    #[serde(default)]
+    pub device: Option<String>,
+    /// What the machines' links carry, for the results.
+    #[serde(default)]
+    pub link: Option<String>,
+    /// Nodes, the client last.
+    #[serde(rename = "host")]
+    pub hosts: Vec<SshHost>,
+}
+
+/// A machine.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SshHost {
+    /// Where ssh reaches it.
+    pub ssh: String,
+    /// Where other hosts reach it.
+    pub address: String,
+    /// Its ssh port.
+    #[serde(default = "default_port")]
+    pub port: u16,
+}
+
+fn default_program() -> String {
+    "rapidraid".to_owned()
+}
+
+fn default_port() -> u16 {
+    22
+}
+
+/// Machines behind ssh.
+pub struct Machines {
+    inventory: Inventory,
+    nodes: usize,
+    folder: PathBuf,
+    sockets: PathBuf,
+    /// The first so many have a folder of this run.
+    reached: usize,
+    /// Configurations are made here.
+    _work: WorkFolder,
+}
+
+impl Inventory {
+    /// Reads and checks an inventory.
+    pub fn read(path: &Path) -> Result<Self> {
+        let shown = path.display();
+        let len = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();
+        ensure!(len <= MAX_FILE_BYTES, "{shown}: {len} bytes are too many for an inventory");
+        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let inventory: Inventory =
+            toml::from_str(&text).with_context(|| format!("{shown} is no inventory"))?;
+        for host in &inventory.hosts {
+            for name in [&host.ssh, &host.address] {
+                let plain = |c: char| c.is_ascii_alphanumeric() || ".-_:".contains(c);
+                ensure!(
+                    !name.is_empty() && !name.starts_with('-') && name.chars().all(plain),
+                    "{shown}: {name:?} is no host"
+                );
+            }
+        }
+        Ok(inventory)
+    }
+}
+
+impl Machines {
+    /// Reaches the first `nodes` machines and the last, which is the client's.
+    pub fn up(nodes: usize, mut inventory: Inventory, work: WorkFolder) -> Result<Self> {
+        let have = inventory.hosts.len();
+        ensure!(
+            have > nodes,
+            "the inventory has {have} hosts; {nodes} nodes and a client need {}",
+            nodes + 1
+        );
+        inventory.hosts.drain(nodes..have - 1);
+        let run = format!("rapidraid-cluster-{}", std::process::id());
+        let folder = inventory.folder.join(run);
+        let sockets = work.path().join("ssh");
+        std::fs::create_dir_all(&sockets).context("cannot make a folder for ssh's sockets")?;
+        let mut machines = Self { inventory, nodes, folder, sockets, reached: 0, _work: work };
+        for host in 0..=nodes {
+            machines.reach(host)?;
+            machines.reached = host + 1;
+        }
+        Ok(machines)
+    }
+
+    fn reach(&self, host: HostNo) -> Result<()> {
+        let name = &self.inventory.hosts[host].ssh;
+        let folder = self.folder.to_string_lossy();
+        let made = self.command(host, "mkdir", &["-p", &folder]).stdin(Stdio::null()).output();
+        let made = made.context("cannot start ssh; is it installed?")?;
+        let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
+        ensure!(made.status.success(), "{name} does not answer as {}: {said}", self.inventory.user);
+        let program = self.program();
+        let there = self.command(host, program, &["--version"]).stdin(Stdio::null()).output()?;
+        ensure!(
+            there.status.success(),
+            "{name} has no {program}: install it, or name it in the inventory"
+        );
+        Ok(())
+    }
+
+    fn ssh(&self, host: HostNo) -> Command {
+        let machine = &self.inventory.hosts[host];
+        let mut ssh = Command::new("ssh");
+        ssh.args(["-o", "BatchMode=yes", "-o", "ControlMaster=auto", "-o", "ControlPersist=30"]);
+        ssh.args(["-o", &format!("ConnectTimeout={CONNECT_S}")]);
+        // A machine that vanishes must not hold a run for ever.
+        ssh.args(["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"]);
+        ssh.arg("-o").arg(format!("ControlPath={}/%C", self.sockets.display()));
+        if let Some(key) = &self.inventory.key {
+            ssh.arg("-i").arg(key);
+        }
+        ssh.args(["-p", &machine.port.to_string(), "-l", &self.inventory.user, &machine.ssh, "--"]);
+        ssh
+    }
+}
+
+/// A word as the shell at the other end reads it.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+impl Hosts for Machines {
+    fn nodes(&self) -> usize {
+        self.nodes
+    }
+
+    fn address(&self, node: HostNo) -> String {
+        format!("{}:{PORT}", self.inventory.hosts[node].address)
+    }
+
+    fn command(&self, host: HostNo, program: &str, arguments: &[&str]) -> Command {
+        let mut ssh = self.ssh(host);
+        let words: Vec<String> =
+            [program].iter().chain(arguments).map(|word| quoted(word)).collect();
+        ssh.arg(words.join(" "));
+        ssh
+    }
+
+    fn program(&self) -> &str {
+        &self.inventory.program
+    }
+
+    fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn deliver(&self, host: HostNo, local: &Path, place: &Path) -> Result<PathBuf> {
+        let there = self.folder.join(place);
+        let name = &self.inventory.hosts[host].ssh;
+        let mut pack = Command::new("tar")
+            .args(["-C".as_ref(), local.as_os_str(), "-cf".as_ref(), "-".as_ref(), ".".as_ref()])
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("cannot start tar")?;
+        let shown = there.to_string_lossy();
+        let script = format!("mkdir -p {0} && tar -C {0} -xf -", quoted(&shown));
+        let mut unpack = self.command(host, "sh", &["-c", &script]);
+        if let Some(packed) = pack.stdout.take() {
+            unpack.stdin(packed);
+        }
+        let unpacked = unpack.output().context("cannot start ssh")?;
+        let packed = pack.wait()?;
+        if !packed.success() || !unpacked.status.success() {
+            let said = String::from_utf8_lossy(&unpacked.stderr);
+            bail!("cannot copy {} to {name}: {}", local.display(), said.trim());
+        }
+        Ok(there)
+    }
+
+    fn device(&self, _host: HostNo) -> Option<&str> {
+        self.inventory.device.as_deref()
+    }
+
+    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()> {
+        match rate {
+            None => Ok(()),
+            Some(rate) => bail!(
+                "{} is to have {rate} Mbit/s, but machines keep the links that they have: use --unshaped",
+                self.inventory.hosts[host].ssh
+            ),
+        }
+    }
+
+    fn describe(&self) -> Value {
+        json!({ "hosts": "ssh", "link": self.inventory.link, "shaping": null })
+    }
+}
+
+impl Drop for Machines {
+    fn drop(&mut self) {
+        let folder = self.folder.to_string_lossy().into_owned();
+        // Daemons of this run have its folder in their command line. `[r]` keeps the pattern from matching the command that has it.
+        let run = folder.replacen("rapidraid-cluster", "[r]apidraid-cluster", 1);
+        for host in 0..self.reached {
+            // None may be left: they end with the pipes that they watch.
+            let _ = self.command(host, "pkill", &["-9", "-f", &run]).stdin(Stdio::null()).output();
+            let ended = self.command(host, "rm", &["-rf", &folder]).stdin(Stdio::null()).output();
+            let is_clean = ended.is_ok_and(|output| output.status.success());
+            if !is_clean {
+                eprintln!(
+                    "rapidraid-cluster: {} may still have {folder}",
+                    self.inventory.hosts[host].ssh
+                );
+            }
+            // The shared connection; it would end by itself half a minute later.
+            let mut last = self.ssh(host);
+            last.args(["-O", "exit"]).stdout(Stdio::null()).stderr(Stdio::null());
+            let _ = last.status();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_reach_the_other_shell_as_they_are() {
+        assert_eq!(quoted("a b"), "'a b'");
+        assert_eq!(quoted("it's $HOME"), r"'it'\''s $HOME'");
+    }
+
+    #[test]
+    fn an_inventory_is_checked() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("inventory.toml");
+        let text = "user = \"admin\"\nfolder = \"/var/tmp\"\n[[host]]\nssh = \"10.0.0.1\"\naddress = \"10.0.0.1\"\n";
+        std::fs::write(&file, text).unwrap();
+        let inventory = Inventory::read(&file).unwrap();
+        assert_eq!((inventory.hosts[0].port, inventory.program.as_str()), (22, "rapidraid"));
+        for (from, to, named) in [
+            ("user", "usr", "usr"),
+            ("ssh = \"10.0.0.1\"", "ssh = \"-oProxyCommand=x\"", "no host"),
+        ] {
+            std::fs::write(&file, text.replace(from, to)).unwrap();
+            let error = Inventory::read(&file).unwrap_err();
+            assert!(format!("{error:#}").contains(named), "{error:#}");
+        }
+    }
+}

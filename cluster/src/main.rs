@@ -1,0 +1,260 @@
+//! `rapidraid-cluster`: real daemons on shaped links, one experiment file, results as data, tables and pictures.
+
+#![allow(clippy::disallowed_methods)] // a program of its own on the machine's own clock, files and processes
+
+mod daemons;
+mod experiment;
+mod hosts;
+mod model;
+mod numbers;
+mod picture;
+mod play;
+mod record;
+mod report;
+mod stop;
+mod work;
+
+use std::io::IsTerminal as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use clap::{Parser, Subcommand, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use experiment::Experiment;
+use hosts::Hosts;
+use hosts::loopback::Loopback;
+use hosts::netns::{self, Namespaces};
+use hosts::ssh::{Inventory, Machines};
+use record::{Machine, Record, SCHEMA};
+use stop::Stop;
+use work::WorkFolder;
+
+const HELP: &str = "\
+Examples:
+  sudo rapidraid-cluster run cluster/experiments/one-shard.toml
+  rapidraid-cluster run cluster/experiments/one-shard.toml --on loopback --unshaped --short
+  rapidraid-cluster run cluster/experiments/one-shard.toml --on inventory.toml --unshaped
+  rapidraid-cluster show docs/benchmarks/one-shard.json
+
+The program `rapidraid` is the one beside this one, or $RAPIDRAID, or the one on the PATH.";
+
+/// Brings up a cluster of rapidraid daemons, runs an experiment, and takes everything down again.
+#[derive(Debug, Parser)]
+#[command(name = "rapidraid-cluster", version, after_help = HELP, max_term_width = 110)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run an experiment and write NAME.json and NAME.svg
+    Run(Run),
+    /// Check an experiment file and say what it would do
+    Check {
+        /// The experiment.
+        file: PathBuf,
+    },
+    /// Print the tables of a record, and draw its picture again
+    Show {
+        /// What `run` wrote.
+        record: PathBuf,
+    },
+    /// Remove what runs that were killed have left on this machine
+    Clean {
+        /// Where they had their folders [default: the system's folder for temporary files]
+        #[arg(long)]
+        work: Option<PathBuf>,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct Run {
+    /// The experiment, a TOML file
+    file: PathBuf,
+    /// Where daemons run: `netns` (namespaces of this machine, needs root), `loopback`, or an inventory file (ssh)
+    #[arg(long, default_value = "netns", value_name = "HOSTS")]
+    on: String,
+    /// Leave links as they are, whatever the file says
+    #[arg(long)]
+    unshaped: bool,
+    /// As the file's [short] says: a look at whether it works, not a measurement
+    #[arg(long)]
+    short: bool,
+    /// Where results go
+    #[arg(long, default_value = "docs/benchmarks", value_name = "FOLDER")]
+    out: PathBuf,
+    /// Where daemons keep their data; a new folder is made in it, and removed [default: the system's folder for temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    work: Option<PathBuf>,
+    /// What to print at the end
+    #[arg(long, value_enum, default_value_t = Print::Tables)]
+    print: Print,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Print {
+    /// Tables for people
+    Tables,
+    /// The record, as JSON
+    Json,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let done = match &args.command {
+        Command::Run(options) => run(options),
+        Command::Check { file } => check(file),
+        Command::Show { record } => show(record),
+        Command::Clean { work } => clean(work.as_deref()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("rapidraid-cluster: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn work_parent(given: Option<&Path>) -> PathBuf {
+    given.map_or_else(std::env::temp_dir, Path::to_owned)
+}
+
+fn bring_up(options: &Run, nodes: usize) -> Result<(Box<dyn Hosts>, PathBuf)> {
+    let work = WorkFolder::create(&work_parent(options.work.as_deref()))?;
+    let local = work.path().to_owned();
+    let program = daemons::local_program().to_string_lossy().into_owned();
+    let hosts: Box<dyn Hosts> = match options.on.as_str() {
+        "netns" => Box::new(Namespaces::up(nodes, program, work)?),
+        "loopback" => Box::new(Loopback::up(nodes, program, work)?),
+        file => Box::new(Machines::up(nodes, Inventory::read(Path::new(file))?, work)?),
+    };
+    Ok((hosts, local))
+}
+
+fn run(options: &Run) -> Result<()> {
+    let experiment = Experiment::read(&options.file, options.short)?;
+    let conditions = experiment.conditions(options.short)?;
+    ensure!(
+        options.out.is_dir(),
+        "{} is no folder: make it, or name another with --out",
+        options.out.display()
+    );
+    let stop = Stop::on_signals()?;
+    let program = version(&stop)?;
+    let mut record = Record {
+        schema: SCHEMA,
+        experiment: experiment.clone(),
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        date: utc_date(),
+        program,
+        machine: Machine::this(),
+        links: serde_json::Value::Null,
+        points: Vec::new(),
+    };
+    let runs = conditions.len() * experiment.rounds as usize * experiment.arms.len();
+    let bar = progress(runs as u64);
+    let ending = if options.short { "short.json" } else { "json" };
+    let path = options.out.join(format!("{}.{ending}", experiment.name));
+    for at in &conditions {
+        bar.set_message(format!("{}: starting {} daemons", at.label, at.nodes));
+        let (mut hosts, local) = bring_up(options, at.nodes as usize)?;
+        record.links = hosts.describe();
+        let mut told = |run: &record::RunRecord| {
+            bar.inc(1);
+            bar.set_message(format!("{}: {} {:.2} s", at.label, run.arm.word(), run.seconds));
+        };
+        let is_shaped = !options.unshaped;
+        let point = play::point(&mut *hosts, &local, &experiment, at, is_shaped, &stop, &mut told);
+        record.points.push(point.with_context(|| format!("at the point {:?}", at.label))?);
+        // After every point: a long experiment that fails late has shown something.
+        record.write(&path)?;
+    }
+    bar.finish_and_clear();
+    let drawn = path.with_extension("svg");
+    std::fs::write(&drawn, picture::draw(&record))
+        .with_context(|| format!("cannot write {}", drawn.display()))?;
+    match options.print {
+        Print::Tables => {
+            println!("{}\n\n{}", experiment.question, report::tables(&record));
+            println!("{} has every run, {} the picture", path.display(), drawn.display());
+        }
+        Print::Json => println!("{}", serde_json::to_string(&record)?),
+    }
+    Ok(())
+}
+
+fn check(file: &Path) -> Result<()> {
+    let experiment = Experiment::read(file, false)?;
+    println!("{}: {}", experiment.name, experiment.question);
+    let arms: Vec<&str> = experiment.arms.iter().map(|arm| arm.word()).collect();
+    for at in experiment.conditions(false)? {
+        let rate = at.rate_mbit.map_or("unshaped".to_owned(), |rate| format!("{rate} Mbit/s"));
+        println!(
+            "  {}: {} rounds of {} on {} nodes, ({},{}), {} shards of one stripe, blocks of {} bytes, {rate}",
+            at.label,
+            experiment.rounds,
+            arms.join(", "),
+            at.nodes,
+            at.n,
+            at.k,
+            at.shards,
+            at.block_bytes
+        );
+    }
+    Ok(())
+}
+
+fn show(file: &Path) -> Result<()> {
+    let record = Record::read(file)?;
+    println!("{}\n\n{}", record.experiment.question, report::tables(&record));
+    let drawn = file.with_extension("svg");
+    std::fs::write(&drawn, picture::draw(&record))
+        .with_context(|| format!("cannot write {}", drawn.display()))
+}
+
+fn clean(work: Option<&Path>) -> Result<()> {
+    work::remove_leftovers(&work_parent(work))?;
+    let removed = netns::remove_leftovers()?;
+    println!("removed {removed} namespaces of runs that are no more");
+    Ok(())
+}
+
+fn version(stop: &Stop) -> Result<String> {
+    let program = daemons::local_program();
+    let mut command = std::process::Command::new(&program);
+    command.arg("--version");
+    let output =
+        stop.run(command, std::time::Duration::from_secs(10), || Ok(())).with_context(|| {
+            format!("{}: cargo build --release, or set RAPIDRAID", program.display())
+        })?;
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// On a terminal only, on stderr.
+fn progress(runs: u64) -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} runs, {eta} left  {msg}");
+    ProgressBar::new(runs).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// `2026-11-22`, by the days since 1970-01-01 (Howard Hinnant, "chrono-compatible low-level date algorithms").
+fn utc_date() -> String {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let days = since.map_or(0, |since| since.as_secs() / 86_400) + 719_468;
+    let era = days / 146_097;
+    let day_of_era = days % 146_097;
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02}")
+}

@@ -1,0 +1,98 @@
+//! What theory says an archiving takes, in block times: the time that one block's bytes take over one shaped link.
+//!
+//! The plans' transfers are those of the paper, section III and V-A: the chain makes n-1, each node taking one block in and giving one
+//! out; the naive star brings k blocks to a coder, which sends n-k-1 pieces out; the best star saves the two that its coder has.
+
+use serde::Serialize;
+
+use crate::experiment::{Arm, Conditions};
+
+/// Of a datagram of 6,500 bytes: the short header with our connection ids and packet numbers (RFC 9000, 17.3), the stream
+/// frame's header (19.8) and the AEAD's tag (RFC 9001, 5.3).
+const QUIC_BYTES: f64 = 1.0 + 8.0 + 2.0 + 12.0 + 16.0;
+/// UDP, IPv4 and Ethernet, as `tbf` counts them.
+const BELOW_BYTES: f64 = 8.0 + 20.0 + 14.0;
+const DATAGRAM_BYTES: f64 = 6500.0;
+
+/// Payload bytes of a byte that a link carries.
+pub fn payload_share() -> f64 {
+    (DATAGRAM_BYTES - QUIC_BYTES) / (DATAGRAM_BYTES + BELOW_BYTES)
+}
+
+/// Seconds that a block takes over a link of `rate_mbit`.
+pub fn block_time_s(block_bytes: u64, rate_mbit: u32) -> f64 {
+    block_bytes as f64 * 8.0 / (f64::from(rate_mbit) * 1e6 * payload_share())
+}
+
+/// What an arm moves and how long it takes by the model.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Cost {
+    /// Block transfers in all.
+    pub transfers: u64,
+    /// Block times, coders balanced over the nodes.
+    pub block_times: f64,
+}
+
+/// The model of an archiving; `None` for what has none.
+pub fn cost(arm: Arm, at: &Conditions) -> Option<Cost> {
+    let (n, k) = (u64::from(at.n), u64::from(at.k));
+    let spare = n - k;
+    let chunks = at.block_bytes.div_ceil(rapidraid::units::GRAIN_BYTES) as f64;
+    // Transfers of one stripe, and what its busiest direction of a link carries of them.
+    let (transfers, busiest) = match arm {
+        Arm::Chain => (n - 1, (chunks + n as f64 - 2.0) / chunks),
+        Arm::NaiveStar => (k + spare - 1, k as f64),
+        Arm::BestStar => (k - 2 + spare - 1, (k - 2) as f64),
+        _ => return None,
+    };
+    let transfers = transfers * u64::from(at.shards);
+    let spread = transfers as f64 / f64::from(at.nodes);
+    Some(Cost { transfers, block_times: busiest.max(spread) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(shards: u32, block_bytes: u64) -> Conditions {
+        Conditions {
+            label: String::new(),
+            nodes: 16,
+            n: 16,
+            k: 11,
+            block_bytes,
+            shards,
+            memory_bytes: 256 << 20,
+            rate_mbit: Some(200),
+            client_rate_mbit: None,
+            slow_nodes: 0,
+            slow_rate_mbit: None,
+        }
+    }
+
+    #[test]
+    fn one_stripe_costs_what_the_paper_says() {
+        let one = at(1, 64 << 20);
+        let of = |arm| cost(arm, &one).unwrap();
+        assert_eq!(of(Arm::Chain).transfers, 15);
+        assert!((of(Arm::Chain).block_times - (1024.0 + 14.0) / 1024.0).abs() < 1e-9);
+        assert_eq!(of(Arm::NaiveStar), Cost { transfers: 15, block_times: 11.0 });
+        assert_eq!(of(Arm::BestStar), Cost { transfers: 13, block_times: 9.0 });
+        assert_eq!(cost(Arm::StripedStar, &one), None);
+    }
+
+    #[test]
+    fn sixteen_at_once_are_bound_by_all_links() {
+        let all = at(16, 8 << 20);
+        let times = [Arm::Chain, Arm::NaiveStar, Arm::BestStar].map(|arm| cost(arm, &all).unwrap());
+        assert_eq!(times.map(|cost| cost.block_times), [15.0, 15.0, 13.0]);
+        assert_eq!(times.map(|cost| cost.transfers), [240, 240, 208]);
+    }
+
+    #[test]
+    fn a_block_takes_its_bytes_over_the_rate() {
+        // 64 MiB at 200 Mbit/s, and 1.25 % of headers.
+        let time = block_time_s(64 << 20, 200);
+        assert!((2.71..2.73).contains(&time), "{time}");
+    }
+}

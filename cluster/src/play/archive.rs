@@ -1,0 +1,59 @@
+//! One archiving: save, archive by a plan, remove. What is compared is the archiving.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use super::{MOVE_LIMIT, Meter, Stage, number};
+use crate::experiment::Arm;
+use crate::record::RunRecord;
+
+/// The phases of a stripe, as the program reports them.
+const PHASES: [&str; 4] = ["reserve_us", "run_us", "commit_us", "drop_us"];
+
+/// Plays one.
+pub fn run(stage: &mut Stage<'_>, arm: Arm, plan: &str, round: u32) -> Result<RunRecord> {
+    let step = stage.save()?;
+    let parallel = stage.at.shards.to_string();
+    let meter = Meter::start(&stage.daemons)?;
+    let archive = ["archive", &step, "--plan", plan, "--parallel", &parallel];
+    let done = stage.daemons.client(&archive, MOVE_LIMIT)?;
+    let command_s = number(&done, "seconds")?;
+    let stripes = done["reports"].as_array().context("its JSON has no reports")?;
+    ensure!(
+        stripes.len() == stage.at.shards as usize && done["undropped"].as_u64() == Some(0),
+        "{} of {} stripes were archived, {} keep replicas: {}",
+        stripes.len(),
+        stage.at.shards,
+        done["undropped"],
+        done["notes"],
+    );
+    let mut phases_s = Vec::new();
+    for phase in PHASES {
+        let us: Result<f64> = stripes.iter().map(|stripe| number(stripe, phase)).sum();
+        phases_s.push(us? / 1e6);
+    }
+    // One stripe is timed to its last proven piece; of several only the whole has one beginning and one end.
+    let seconds = if let [_] = stripes[..] { phases_s[1] } else { command_s };
+    let mut run = meter.stop(&stage.daemons, (round, arm), (seconds, command_s))?;
+    run.phases_s = phases_s;
+    run.notes = waits(stripes);
+    if round == 0 {
+        // Once an arm: every byte of every piece is read and checked.
+        stage.daemons.client(&["verify", &step], MOVE_LIMIT)?;
+        run.notes.insert("verified".to_owned(), json!(true));
+    }
+    stage.remove(&step)?;
+    Ok(run)
+}
+
+/// What hops waited for, in seconds, summed over all of them.
+fn waits(stripes: &[Value]) -> std::collections::BTreeMap<String, Value> {
+    let names = [
+        ("waited_upstream_us", "hops_waited_upstream_s"),
+        ("worked_us", "hops_worked_s"),
+        ("waited_downstream_us", "hops_waited_downstream_s"),
+    ];
+    let hops = || stripes.iter().filter_map(|stripe| stripe["hops"].as_array()).flatten();
+    let sum = |name: &str| hops().filter_map(|hop| hop[name].as_f64()).sum::<f64>() / 1e6;
+    names.into_iter().map(|(from, to)| (to.to_owned(), json!(sum(from)))).collect()
+}

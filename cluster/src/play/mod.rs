@@ -1,0 +1,183 @@
+//! One experiment from its first cluster to its last run.
+
+mod archive;
+mod restore;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::daemons::{Daemons, Reading};
+use crate::experiment::{Arm, Conditions, Experiment};
+use crate::hosts::Hosts;
+use crate::model;
+use crate::record::{PointRecord, RunRecord};
+use crate::stop::Stop;
+
+/// A command that moves a checkpoint.
+pub(crate) const MOVE_LIMIT: Duration = Duration::from_secs(3600);
+/// The job of all checkpoints.
+const JOB: &str = "experiment";
+
+/// What plays one point.
+pub struct Stage<'a> {
+    /// The cluster.
+    pub daemons: Daemons<'a>,
+    /// The conditions.
+    pub at: Conditions,
+    /// What is saved: a folder on the client's host, one file a shard.
+    pub data: String,
+    next_step: u64,
+}
+
+/// Shapes the links, starts a cluster and plays all rounds; `told` hears of every run.
+pub fn point(
+    hosts: &mut dyn Hosts,
+    local: &Path,
+    experiment: &Experiment,
+    at: &Conditions,
+    is_shaped: bool,
+    stop: &Stop,
+    told: &mut dyn FnMut(&RunRecord),
+) -> Result<PointRecord> {
+    let client = hosts.nodes();
+    for node in 0..client {
+        hosts.shape(node, at.rate_of(node as u32).filter(|_| is_shaped))?;
+    }
+    hosts.shape(client, at.client_rate_mbit.filter(|_| is_shaped))?;
+    let daemons = Daemons::start(&*hosts, local, at, stop)?;
+    let data = hosts.folder().join("data").to_string_lossy().into_owned();
+    let mut stage = Stage { daemons, at: at.clone(), data, next_step: 1 };
+    stage.make_data()?;
+    let mut restores = None;
+    let mut runs = Vec::new();
+    for round in 0..experiment.rounds {
+        let count = experiment.arms.len();
+        for turn in 0..count {
+            stop.check()?;
+            // Another arm goes first each round: what follows a certain arm follows every arm.
+            let arm = experiment.arms[(turn + round as usize) % count];
+            let run = match arm.plan() {
+                Some(plan) => archive::run(&mut stage, arm, plan, round),
+                None => {
+                    if restores.is_none() {
+                        restores = Some(restore::Kept::save(&mut stage, &experiment.arms)?);
+                    }
+                    match &mut restores {
+                        Some(kept) => restore::run(&mut stage, kept, arm, round),
+                        None => unreachable!("made above"),
+                    }
+                }
+            };
+            let run = run.with_context(|| format!("{} of round {}", arm.word(), round + 1))?;
+            told(&run);
+            runs.push(run);
+        }
+    }
+    Ok(PointRecord {
+        label: at.label.clone(),
+        conditions: serde_json::to_value(at)?,
+        block_time_s: at
+            .rate_mbit
+            .filter(|_| is_shaped)
+            .map(|rate| model::block_time_s(at.block_bytes, rate)),
+        runs,
+    })
+}
+
+impl Stage<'_> {
+    /// Random files, each one stripe.
+    fn make_data(&self) -> Result<()> {
+        let bytes = (u64::from(self.at.k) * self.at.block_bytes).to_string();
+        let script = r#"mkdir -p "$1" && i=0 && while [ $i -lt "$2" ]; do
+            head -c "$3" /dev/urandom > "$1/shard-$(printf %04d $i)" || exit 1; i=$((i + 1)); done"#;
+        let shards = self.at.shards.to_string();
+        let client = self.at.nodes as usize;
+        self.daemons.on(client, "sh", &["-c", script, "sh", &self.data, &shards, &bytes])?;
+        Ok(())
+    }
+
+    /// Saves the data under a new step; its name.
+    fn save(&mut self) -> Result<String> {
+        let name = format!("{JOB}/{}", self.next_step);
+        self.next_step += 1;
+        let data = self.data.clone();
+        let saved = self.daemons.client(&["save", &name, &data], MOVE_LIMIT)?;
+        let (n, k) = (saved["n"].as_u64(), saved["k"].as_u64());
+        ensure!(
+            n == Some(self.at.n.into()) && k == Some(self.at.k.into()),
+            "it was saved for ({n:?},{k:?}), not for ({},{})",
+            self.at.n,
+            self.at.k
+        );
+        Ok(name)
+    }
+
+    fn remove(&self, step: &str) -> Result<()> {
+        self.daemons.client(&["rm", step], MOVE_LIMIT)?;
+        Ok(())
+    }
+}
+
+/// What the hosts did between two looks.
+struct Meter {
+    before: Vec<Reading>,
+    busy: Option<(f64, f64)>,
+}
+
+impl Meter {
+    fn start(daemons: &Daemons<'_>) -> Result<Self> {
+        Ok(Self { before: daemons.read()?, busy: busy_of_machine() })
+    }
+
+    /// The run's record; `seconds` is what is compared, `command_s` the whole command.
+    fn stop(
+        self,
+        daemons: &Daemons<'_>,
+        (round, arm): (u32, Arm),
+        (seconds, command_s): (f64, f64),
+    ) -> Result<RunRecord> {
+        let busy = self.busy.zip(busy_of_machine()).map(|(before, after)| {
+            let all = after.1 - before.1;
+            if all > 0.0 { (after.0 - before.0) / all } else { 0.0 }
+        });
+        let after = daemons.read()?;
+        let pairs = || self.before.iter().zip(&after);
+        let sent = |(a, b): (&Reading, &Reading)| b.sent_bytes.saturating_sub(a.sent_bytes);
+        let received =
+            |(a, b): (&Reading, &Reading)| b.received_bytes.saturating_sub(a.received_bytes);
+        let busiest = pairs().map(sent).chain(pairs().map(received)).max();
+        Ok(RunRecord {
+            round,
+            arm,
+            seconds,
+            command_s,
+            phases_s: Vec::new(),
+            sent_bytes: pairs().map(sent).sum(),
+            busiest_bytes: busiest.unwrap_or(0),
+            cpu_s: pairs().map(|(a, b)| (b.cpu_s - a.cpu_s).max(0.0)).sum(),
+            busy,
+            peak_bytes: after.iter().map(|reading| reading.peak_bytes).max().unwrap_or(0),
+            notes: BTreeMap::new(),
+        })
+    }
+}
+
+/// Busy and all ticks of this machine's processors since it started.
+fn busy_of_machine() -> Option<(f64, f64)> {
+    let text = std::fs::read_to_string("/proc/stat").ok()?;
+    let ticks: Vec<f64> =
+        text.lines().next()?.split_whitespace().skip(1).filter_map(|t| t.parse().ok()).collect();
+    // user nice system idle iowait irq softirq steal; what a guest takes is in user already.
+    let all: f64 = ticks.iter().take(8).sum();
+    let idle = ticks.get(3)? + ticks.get(4)?;
+    Some((all - idle, all))
+}
+
+/// A number of the program's JSON.
+fn number(value: &Value, name: &str) -> Result<f64> {
+    value[name].as_f64().with_context(|| format!("its JSON has no number {name:?}"))
+}

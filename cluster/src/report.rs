@@ -1,0 +1,143 @@
+//! Records as tables for people: a row an arm, points below one another.
+
+use std::fmt::Write as _;
+
+use crate::experiment::{Arm, Conditions};
+use crate::model::{self, Cost};
+use crate::numbers::{Spread, spread};
+use crate::record::{PointRecord, Record, RunRecord};
+
+/// One arm at one point, summed up.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// The arm.
+    pub arm: Arm,
+    /// Seconds.
+    pub seconds: Spread,
+    /// Block times, where links are shaped.
+    pub block_times: Option<Spread>,
+    /// The model of it.
+    pub model: Option<Cost>,
+    /// Times that the first arm of the file takes, round by round.
+    pub ratio: Option<Spread>,
+    /// Block transfers over the busiest link.
+    pub busiest_blocks: f64,
+    /// Block transfers in all.
+    pub sent_blocks: f64,
+    /// Seconds of processor time per GB (10^9) of checkpoint.
+    pub cpu_s_per_gb: f64,
+    /// Share of the machine that was busy.
+    pub busy: Option<f64>,
+    /// The most memory of a daemon, ever.
+    pub peak_bytes: u64,
+}
+
+/// The rows of a point, in the order of the file's arms.
+pub fn rows(record: &Record, point: &PointRecord) -> Vec<Row> {
+    let Some(first) = record.experiment.arms.first() else { return Vec::new() };
+    let runs_of = |arm: Arm| point.runs.iter().filter(move |run| run.arm == arm);
+    let conditions: Option<Conditions> = serde_json::from_value(point.conditions.clone()).ok();
+    let median = |arm: Arm, of: &dyn Fn(&RunRecord) -> f64| {
+        spread(runs_of(arm).map(of)).map_or(0.0, |spread| spread.median)
+    };
+    let mut rows = Vec::new();
+    for &arm in &record.experiment.arms {
+        let Some(seconds) = spread(runs_of(arm).map(|run| run.seconds)) else { continue };
+        let pairs = runs_of(arm).filter_map(|run| {
+            let other = runs_of(*first).find(|other| other.round == run.round)?;
+            Some(run.seconds / other.seconds)
+        });
+        let block = point.block_time_s;
+        let in_blocks = |s: &dyn Fn(&RunRecord) -> f64| {
+            block.and_then(|block| spread(runs_of(arm).map(|run| s(run) / block)))
+        };
+        let (block_bytes, bytes) = conditions
+            .as_ref()
+            .map_or((1.0, 1.0), |at| (at.block_bytes as f64, at.checkpoint_bytes() as f64));
+        let payload = block_bytes / model::payload_share();
+        let busy = spread(runs_of(arm).filter_map(|run| run.busy)).map(|busy| busy.median);
+        rows.push(Row {
+            arm,
+            seconds,
+            block_times: in_blocks(&|run| run.seconds),
+            model: conditions.as_ref().and_then(|at| model::cost(arm, at)),
+            ratio: (arm != *first).then(|| spread(pairs)).flatten(),
+            busiest_blocks: median(arm, &|run| run.busiest_bytes as f64) / payload,
+            sent_blocks: median(arm, &|run| run.sent_bytes as f64) / payload,
+            cpu_s_per_gb: median(arm, &|run| run.cpu_s) / (bytes / 1e9),
+            busy,
+            peak_bytes: runs_of(arm).map(|run| run.peak_bytes).max().unwrap_or(0),
+        });
+    }
+    rows
+}
+
+/// The tables, as Markdown: it reads well on a terminal too.
+pub fn tables(record: &Record) -> String {
+    let mut out = String::new();
+    for point in &record.points {
+        let _ = writeln!(out, "### {}\n", point.label);
+        out.push_str(&table(record, point));
+        out.push('\n');
+    }
+    out
+}
+
+fn table(record: &Record, point: &PointRecord) -> String {
+    let rows = rows(record, point);
+    let first = record.experiment.arms.first().map_or("", |arm| arm.word());
+    let mut lines = vec![[
+        "arm".to_owned(),
+        "runs".to_owned(),
+        "seconds".to_owned(),
+        "block times".to_owned(),
+        "model".to_owned(),
+        format!("times {first}"),
+        "busiest link".to_owned(),
+        "sent".to_owned(),
+        "CPU s/GB".to_owned(),
+        "busy".to_owned(),
+        "peak MiB".to_owned(),
+    ]];
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    for row in &rows {
+        lines.push([
+            row.arm.word().to_owned(),
+            row.seconds.count.to_string(),
+            between(&row.seconds, 3),
+            or_dash(row.block_times.as_ref().map(|times| between(times, 2))),
+            or_dash(row.model.map(|model| format!("{:.2}", model.block_times))),
+            or_dash(row.ratio.as_ref().map(|ratio| between(ratio, 2))),
+            or_dash((row.busiest_blocks > 0.0).then(|| format!("{:.2}", row.busiest_blocks))),
+            or_dash((row.sent_blocks > 0.0).then(|| format!("{:.2}", row.sent_blocks))),
+            format!("{:.2}", row.cpu_s_per_gb),
+            or_dash(row.busy.map(|busy| format!("{:.0} %", busy * 100.0))),
+            format!("{:.0}", row.peak_bytes as f64 / f64::from(1 << 20)),
+        ]);
+    }
+    let width = |column: usize| lines.iter().map(|line| line[column].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..lines[0].len()).map(width).collect();
+    let mut out = String::new();
+    for (at, line) in lines.iter().enumerate() {
+        for (column, text) in line.iter().enumerate() {
+            let _ = match column {
+                0 => write!(out, "| {text:<width$} ", width = widths[column]),
+                _ => write!(out, "| {text:>width$} ", width = widths[column]),
+            };
+        }
+        out.push_str("|\n");
+        if at == 0 {
+            for (column, width) in widths.iter().enumerate() {
+                let right = if column == 0 { "-" } else { ":" };
+                let _ = write!(out, "|{}{right}", "-".repeat(width + 1));
+            }
+            out.push_str("|\n");
+        }
+    }
+    out
+}
+
+/// Median and quartiles.
+fn between(spread: &Spread, digits: usize) -> String {
+    format!("{:.digits$} ({:.digits$} to {:.digits$})", spread.median, spread.low, spread.high)
+}

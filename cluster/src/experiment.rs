@@ -268,7 +268,7 @@ impl Setting {
 }
 
 impl Experiment {
-    /// Reads and checks a file; `is_short` applies its `[short]`.
+    /// Reads and checks a file; `is_short` applies its table `short`.
     pub fn read(path: &Path, is_short: bool) -> Result<Self> {
         let shown = path.display();
         let len = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();

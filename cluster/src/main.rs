@@ -80,7 +80,7 @@ struct Run {
     /// Leave links as they are, whatever the file says
     #[arg(long)]
     unshaped: bool,
-    /// As the file's [short] says: a look at whether it works, not a measurement
+    /// As the table `short` of the file says: a look at whether it works, not a measurement
     #[arg(long)]
     short: bool,
     /// Where results go

@@ -383,7 +383,7 @@ pub(super) async fn moved<T>(
 
 /// Runs one hop to its end. `number` is its place in the order, `began` when the node took the order.
 ///
-/// Receiving, working and sending go on side by side. A job takes all grains that have come by then, up to [`BATCH_GRAINS`]: on a
+/// Receiving, working and sending go on side by side. A job takes all grains that have come by then, up to `BATCH_GRAINS`: on a
 /// busy machine a job waits long for a processor, and who is late must not wait once a grain.
 pub async fn run_hop(
     shared: Arc<Shared>,

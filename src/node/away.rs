@@ -59,7 +59,13 @@ pub(super) struct Away {
     look: Mutex<Option<(Duration, Arc<Look>)>>,
     /// Held by whoever looks; the others wait for what it finds.
     looking: tokio::sync::Mutex<()>,
-    save: tokio::sync::Mutex<Option<(Duration, Arc<Committed>)>>,
+    save: tokio::sync::Mutex<Option<Gathered>>,
+}
+
+/// A save as it was put together, and when that began.
+struct Gathered {
+    at: Duration,
+    committed: Arc<Committed>,
 }
 
 /// The nodes at one moment, and the committed steps that they have marks of.
@@ -178,7 +184,8 @@ impl Node {
             let text = format!("no node has a commit mark of that step of {}", call.job);
             return Err(failure(Kind::NotFound, text));
         };
-        let committed = self.committed(&look, marked).await?;
+        let after = self.clock.now().saturating_sub(SAVE_LASTS);
+        let committed = self.committed(&look, marked, after).await?;
         let page = committed.shards.iter().skip(call.first_shard as usize);
         let shards = page
             .take(SHARDS_SHOWN)
@@ -187,16 +194,18 @@ impl Node {
         Ok(ShowAnswer { step: view(marked), shards })
     }
 
-    /// The state of a shard, as the receipts tell it.
+    /// The state of a shard, as the receipts tell it. Who asks has found no way to read in the state that it knew: an answer from before
+    /// the question could be that one.
     pub(super) async fn state_away(
         self: &Arc<Self>,
         call: GetState,
     ) -> Result<Option<ShardState>, Failure> {
+        let asked_at = self.clock.now();
         let look = self.look_around().await?;
         let save = call.shard.save();
         let marked = look.steps.values().find(|marked| marked.saved.save == save);
         let Some(marked) = marked else { return Ok(None) };
-        let committed = self.committed(&look, marked).await?;
+        let committed = self.committed(&look, marked, asked_at).await?;
         let shard = committed.shards.iter().find(|shard| shard.root.shard == call.shard);
         Ok(shard.map(|shard| shard.state.clone()))
     }
@@ -322,23 +331,25 @@ impl Node {
         }
     }
 
-    /// The roots and states of a committed save.
+    /// The roots and states of a committed save, as the nodes told them after the given time.
     async fn committed(
         self: &Arc<Self>,
         look: &Arc<Look>,
         marked: &MarkedSave,
+        after: Duration,
     ) -> Result<Arc<Committed>, Failure> {
         let (node, look, saved) = (self.clone(), look.clone(), marked.saved.clone());
         let work = self.tasks.spawn(async move {
             let mut last = node.away.save.lock().await;
-            if let Some((until, committed)) = &*last
-                && node.clock.now() < *until
+            if let Some(Gathered { at, committed }) = &*last
+                && *at > after
                 && committed.saved == saved
             {
                 return Ok(committed.clone());
             }
+            let at = node.clock.now();
             let committed = Arc::new(node.committed_anew(&look, &saved).await?);
-            *last = Some((node.clock.now().saturating_add(SAVE_LASTS), committed.clone()));
+            *last = Some(Gathered { at, committed: committed.clone() });
             Ok(committed)
         });
         work.await

@@ -14,8 +14,8 @@ use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::raw::{block_call, finish_block};
 use crate::world::{
-    CLUSTER, DISK_BYTES, World, content, job, options, quiet, read_file, restore, restore_error,
-    save, shard,
+    CLUSTER, DISK_BYTES, World, address, content, job, options, quiet, read_file, restore,
+    restore_error, save, shard,
 };
 
 const BLOCK: u64 = 64 << 10;
@@ -97,6 +97,20 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     assert_eq!(client.list(None).await.unwrap(), before);
     let (_, report) = restore(&client, 1).await.unwrap();
     assert_eq!(report.incidents, Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_state_from_before_an_archiving_leads_nobody_astray() {
+    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    // One node does not reach the catalogue, and remembers the step as it is now.
+    world.network.partition(&address(0), &address(1));
+    let astray = world.client_of(1);
+    assert_exact(&astray, 1, 1).await;
+    client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    let (_, report) = restore(&astray, 1).await.unwrap();
+    assert!(report.decoded_stripes > 0 && report.replica_stripes == 0, "{report:?}");
 }
 
 #[tokio::test(start_paused = true)]

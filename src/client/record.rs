@@ -13,12 +13,14 @@ use crate::id::{ClusterId, SaveId};
 use crate::net::call::address;
 use crate::topology::Directory;
 use crate::wire::NodeAddress;
-use crate::wire::calls::{Buried, Hello, NodeView, Nodes};
+use crate::wire::calls::{Buried, Hello, Members, NodeView};
 
 /// A node that does not say within this who it is counts as away.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
 /// Whoever answers says within this where the others are now.
-const NEWS_LIMIT: Duration = Duration::from_secs(5);
+const NEWS_LIMIT: Duration = Duration::from_secs(3);
+/// Addresses that are tried for nodes that are not where they were.
+const MAX_MOVED: usize = 1024;
 /// Nodes asked at once.
 const AT_ONCE: usize = 32;
 
@@ -45,20 +47,11 @@ impl Client {
     /// The record's nodes, where they are now, and which of them answer.
     async fn directory_of(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
         let mut views = self.hello_all(record.cluster(), record.nodes().to_vec()).await?;
-        let away = |views: &[NodeView]| views.iter().any(|view| !view.live);
         if let Some(view) = views.iter().find(|view| view.live) {
             self.set_gateway(Some(node_address(&view.node)));
         }
-        if away(&views)
-            && let Ok(known) = self.ask_within(&Nodes {}, NEWS_LIMIT).await
-        {
-            let is_moved = |node: &Node| {
-                views.iter().any(|view| {
-                    !view.live && view.node.name == node.name && view.node.address != node.address
-                })
-            };
-            let moved = known.into_iter().map(|view| view.node).filter(is_moved).collect();
-            for found in self.hello_all(record.cluster(), moved).await? {
+        for found in self.hello_all(record.cluster(), self.moved(&views).await).await? {
+            if found.live {
                 views.retain(|view| view.node.name != found.node.name);
                 views.push(found);
             }
@@ -73,6 +66,38 @@ impl Client {
             return Err(ClientError::Removed { job: record.job().clone(), step: record.step() });
         }
         Ok(directory)
+    }
+
+    /// Nodes that do not answer, at other addresses that those that do, or a gateway, have heard of. No catalogue is asked: there may be
+    /// none, and that takes long to find out.
+    async fn moved(&self, views: &[NodeView]) -> Vec<Node> {
+        let (live, away): (Vec<_>, Vec<_>) = views.iter().partition(|view| view.live);
+        if away.is_empty() {
+            return Vec::new();
+        }
+        let mut askable: Vec<NodeAddress> =
+            live.iter().map(|view| node_address(&view.node)).collect();
+        if askable.is_empty() {
+            askable.extend(self.gateway().await.ok());
+        }
+        let asks = askable.iter().map(|to| async move {
+            let known = self.caller().call_within(&address(to), &Members {}, NEWS_LIMIT).await;
+            known.unwrap_or_default()
+        });
+        let asks: Vec<_> = asks.collect();
+        let known: Vec<Vec<Node>> = stream::iter(asks).buffered(AT_ONCE).collect().await;
+        let mut moved: Vec<Node> = Vec::new();
+        for node in known.into_iter().flatten() {
+            let is_news = away
+                .iter()
+                .any(|view| view.node.name == node.name && view.node.address != node.address);
+            let is_known =
+                moved.iter().any(|other| other.name == node.name && other.address == node.address);
+            if is_news && !is_known && moved.len() < MAX_MOVED {
+                moved.push(node);
+            }
+        }
+        moved
     }
 
     /// `nodes`, and which of them say in time who they are.

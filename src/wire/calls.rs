@@ -323,7 +323,7 @@ calls! {
         home: NodeAddress,
     } -> ();
     /// The nodes of the cluster, as this one last heard of them.
-    61 Nodes Members {} -> Vec<Node>;
+    61 Anyone Members {} -> Vec<Node>;
     /// What this node holds, by shard: the evidence that a catalogue is rebuilt from.
     62 Nodes Inventory {
         /// Where the page begins: behind this shard, or behind this stripe of it.

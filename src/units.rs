@@ -23,6 +23,24 @@ pub const fn grains(bytes: u64) -> u64 {
     bytes.div_ceil(GRAIN_BYTES)
 }
 
+/// Seconds since 1970 as `2026-11-20 09:30:00` (Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms":
+/// civil_from_days, for days since 1970 that are not negative).
+pub fn date(seconds: u64) -> String {
+    // Beyond the year 9999 the number is no date but damage.
+    let seconds = seconds.min(253_402_300_799);
+    let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}")
+}
+
 /// A byte count as people write it in configuration: `262144`, `64KiB`, `256MiB`, `1GB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "ByteText", into = "u64")]
@@ -112,5 +130,20 @@ mod tests {
     #[test]
     fn the_last_grain_may_be_partial() {
         assert_eq!([grains(0), grains(1), grains(65_536), grains(65_537)], [0, 1, 1, 2]);
+    }
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let known = [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_709_251_199, "2024-02-29 23:59:59"),
+            (4_107_542_400, "2100-03-01 00:00:00"),
+            (u64::MAX, "9999-12-31 23:59:59"),
+        ];
+        for (seconds, expected) in known {
+            assert_eq!(date(seconds), expected);
+        }
     }
 }

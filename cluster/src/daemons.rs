@@ -47,7 +47,7 @@ pub struct Reading {
     pub peak_bytes: u64,
 }
 
-/// `node-01` and so on: as many digits as the last one has, so that names sort.
+/// `node-001` and so on: names sort as numbers do.
 pub fn node_name(node: HostNo) -> String {
     format!("node-{:03}", node + 1)
 }

@@ -10,6 +10,8 @@ use anyhow::{Context, Result, bail, ensure};
 use rapidraid::units::ByteCount;
 use serde::{Deserialize, Serialize};
 
+use crate::text::read_text;
+
 /// Files longer than this are no experiments.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_ROUNDS: u32 = 1000;
@@ -271,9 +273,7 @@ impl Experiment {
     /// Reads and checks a file; `is_short` applies its table `short`.
     pub fn read(path: &Path, is_short: bool) -> Result<Self> {
         let shown = path.display();
-        let len = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();
-        ensure!(len <= MAX_FILE_BYTES, "{shown}: {len} bytes are too many for an experiment");
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let text = read_text(path, MAX_FILE_BYTES)?;
         Self::parse(&text, is_short).with_context(|| format!("{shown} is no experiment"))
     }
 

@@ -12,6 +12,7 @@ mod play;
 mod record;
 mod report;
 mod stop;
+mod text;
 mod work;
 
 use std::io::IsTerminal as _;
@@ -163,15 +164,20 @@ fn run(options: &Run) -> Result<()> {
         bar.set_message(format!("{}: starting {} daemons", at.label, at.nodes));
         let (mut hosts, local) = bring_up(options, at.nodes as usize)?;
         record.links = hosts.describe();
-        let mut told = |run: &record::RunRecord| {
+        let before = record.points.len();
+        // After every run: a long experiment that fails late has shown something.
+        let mut told = |point: &record::PointRecord| {
             bar.inc(1);
-            bar.set_message(format!("{}: {} {:.2} s", at.label, run.arm.word(), run.seconds));
+            if let Some(run) = point.runs.last() {
+                bar.set_message(format!("{}: {} {:.2} s", at.label, run.arm.word(), run.seconds));
+            }
+            record.points.truncate(before);
+            record.points.push(point.clone());
+            record.write(&path)
         };
         let is_shaped = !options.unshaped;
-        let point = play::point(&mut *hosts, &local, &experiment, at, is_shaped, &stop, &mut told);
-        record.points.push(point.with_context(|| format!("at the point {:?}", at.label))?);
-        // After every point: a long experiment that fails late has shown something.
-        record.write(&path)?;
+        play::point(&mut *hosts, &local, &experiment, at, is_shaped, &stop, &mut told)
+            .with_context(|| format!("at the point {:?}", at.label))?;
     }
     bar.finish_and_clear();
     let drawn = path.with_extension("svg");
@@ -243,18 +249,10 @@ fn progress(runs: u64) -> ProgressBar {
     ProgressBar::new(runs).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// `2026-11-22`, by the days since 1970-01-01 (Howard Hinnant, "chrono-compatible low-level date algorithms").
+/// `2026-11-22`.
 fn utc_date() -> String {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let days = since.map_or(0, |since| since.as_secs() / 86_400) + 719_468;
-    let era = days / 146_097;
-    let day_of_era = days % 146_097;
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02}")
+    let mut date = rapidraid::units::date(since.map_or(0, |since| since.as_secs()));
+    date.truncate(10);
+    date
 }

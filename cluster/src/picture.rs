@@ -36,6 +36,7 @@ pub fn draw(record: &Record) -> String {
     let step = nice_step(greatest / 5.0);
     let end = (greatest / step).ceil() * step;
     let x = |value: f64| LEFT + BARS * value / end;
+    let first = record.experiment.arms.first().map_or("", |arm| arm.word());
     let has_heads = groups.len() > 1;
     let head = if has_heads { 18.0 } else { 0.0 };
     let height = TOP
@@ -111,7 +112,7 @@ pub fn draw(record: &Record) -> String {
                     y + BAR - 4.0
                 );
             }
-            let ratio = row.ratio.map(|ratio| format!("  {:.2}x", ratio.median));
+            let ratio = row.ratio.map(|ratio| format!("  {:.2}x {first}", ratio.median));
             let _ = writeln!(
                 out,
                 "<text x=\"{:.1}\" y=\"{:.1}\">{:.2}{}</text>",

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::experiment::{Arm, Experiment};
+use crate::text::read_text;
 
 /// Counts changes of this file's shape.
 pub const SCHEMA: u32 = 1;
@@ -89,13 +90,21 @@ pub struct RunRecord {
     pub notes: BTreeMap<String, Value>,
 }
 
+/// The note of a run that says which node was stopped, and when.
+pub const STOPPED: &str = "stopped";
+
+impl RunRecord {
+    /// Whether it was to go on with a node stopped, and ended before one was.
+    pub fn ended_unstopped(&self) -> bool {
+        self.arm == Arm::RestoreStopped && !self.notes.contains_key(STOPPED)
+    }
+}
+
 impl Record {
     /// Reads what [`Record::write`] wrote.
     pub fn read(path: &Path) -> Result<Self> {
         let shown = path.display();
-        let len = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();
-        ensure!(len <= MAX_FILE_BYTES, "{shown}: {len} bytes are too many for a record");
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let text = read_text(path, MAX_FILE_BYTES)?;
         let record: Self =
             serde_json::from_str(&text).with_context(|| format!("{shown} is no record"))?;
         ensure!(

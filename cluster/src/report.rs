@@ -78,6 +78,11 @@ pub fn tables(record: &Record) -> String {
     for point in &record.points {
         let _ = writeln!(out, "### {}\n", point.label);
         out.push_str(&table(record, point));
+        let untouched = point.runs.iter().filter(|run| run.ended_unstopped()).count();
+        if untouched > 0 {
+            let arm = Arm::RestoreStopped.word();
+            let _ = writeln!(out, "\n{untouched} runs of {arm} ended before a node was stopped.");
+        }
         out.push('\n');
     }
     out

@@ -57,7 +57,7 @@ impl Stop {
     ) -> Result<Output> {
         let line = shown(&command);
         // Files, not pipes: nobody needs to read while it runs.
-        let (mut out, mut err) = (temporary()?, temporary()?);
+        let (mut out, mut err) = (tempfile::tempfile()?, tempfile::tempfile()?);
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(err.try_clone()?);
         let mut child =
             own_group(&mut command).spawn().with_context(|| format!("cannot start `{line}`"))?;
@@ -92,14 +92,6 @@ pub fn own_group(command: &mut Command) -> &mut Command {
 pub fn shown(command: &Command) -> String {
     let words = [command.get_program()].into_iter().chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
-}
-
-fn temporary() -> Result<File> {
-    let path = std::env::temp_dir().join(format!("rapidraid-cluster-out-{}", std::process::id()));
-    let file = File::options().read(true).write(true).create(true).truncate(true).open(&path);
-    let file = file.with_context(|| format!("cannot make {}", path.display()))?;
-    std::fs::remove_file(&path)?;
-    Ok(file)
 }
 
 fn read_back(file: &mut File) -> Result<Vec<u8>> {

@@ -10,7 +10,7 @@ pub mod ssh;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde_json::Value;
 
 /// A host, by number: nodes from 0, the client after the last node.
@@ -40,7 +40,12 @@ pub trait Hosts {
     fn folder(&self) -> &Path;
 
     /// Puts a local folder, with all that is in it, at the same place under [`Hosts::folder`] of a host.
-    fn deliver(&self, host: HostNo, local: &Path, place: &Path) -> Result<PathBuf>;
+    /// Hosts that share this machine's disk have it there already.
+    fn deliver(&self, _host: HostNo, local: &Path, place: &Path) -> Result<PathBuf> {
+        let there = self.folder().join(place);
+        ensure!(there == local, "{} was not made at {}", local.display(), there.display());
+        Ok(there)
+    }
 
     /// The network device whose counters are the host's link; `None`: hosts share one.
     fn device(&self, host: HostNo) -> Option<&str>;
@@ -50,11 +55,4 @@ pub trait Hosts {
 
     /// How links are made, for the results.
     fn describe(&self) -> Value;
-}
-
-/// [`Hosts::deliver`] where hosts share this machine's disk: it must be there already.
-fn same_disk(folder: &Path, local: &Path, place: &Path) -> Result<PathBuf> {
-    let there = folder.join(place);
-    anyhow::ensure!(there == local, "{} was not made at {}", local.display(), there.display());
-    Ok(there)
 }

@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -174,10 +174,6 @@ impl Hosts for Namespaces {
 
     fn folder(&self) -> &Path {
         self.work.path()
-    }
-
-    fn deliver(&self, _host: HostNo, local: &Path, place: &Path) -> Result<PathBuf> {
-        super::same_disk(self.work.path(), local, place)
     }
 
     fn device(&self, _host: HostNo) -> Option<&str> {

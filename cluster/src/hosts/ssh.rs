@@ -11,6 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{HostNo, Hosts, PORT, RateMbit};
+use crate::text::read_text;
 use crate::work::WorkFolder;
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -78,9 +79,7 @@ impl Inventory {
     /// Reads and checks an inventory.
     pub fn read(path: &Path) -> Result<Self> {
         let shown = path.display();
-        let len = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?.len();
-        ensure!(len <= MAX_FILE_BYTES, "{shown}: {len} bytes are too many for an inventory");
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let text = read_text(path, MAX_FILE_BYTES)?;
         let inventory: Inventory =
             toml::from_str(&text).with_context(|| format!("{shown} is no inventory"))?;
         for host in &inventory.hosts {

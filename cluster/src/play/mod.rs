@@ -33,7 +33,7 @@ pub struct Stage<'a> {
     next_step: u64,
 }
 
-/// Shapes the links, starts a cluster and plays all rounds; `told` hears of every run.
+/// Shapes the links, starts a cluster and plays all rounds; `told` has the point so far after every run.
 pub fn point(
     hosts: &mut dyn Hosts,
     local: &Path,
@@ -41,8 +41,8 @@ pub fn point(
     at: &Conditions,
     is_shaped: bool,
     stop: &Stop,
-    told: &mut dyn FnMut(&RunRecord),
-) -> Result<PointRecord> {
+    told: &mut dyn FnMut(&PointRecord) -> Result<()>,
+) -> Result<()> {
     let client = hosts.nodes();
     for node in 0..client {
         hosts.shape(node, at.rate_of(node as u32).filter(|_| is_shaped))?;
@@ -53,7 +53,15 @@ pub fn point(
     let mut stage = Stage { daemons, at: at.clone(), data, next_step: 1 };
     stage.make_data()?;
     let mut restores = None;
-    let mut runs = Vec::new();
+    let mut point = PointRecord {
+        label: at.label.clone(),
+        conditions: serde_json::to_value(at)?,
+        block_time_s: at
+            .rate_mbit
+            .filter(|_| is_shaped)
+            .map(|rate| model::block_time_s(at.block_bytes, rate)),
+        runs: Vec::new(),
+    };
     for round in 0..experiment.rounds {
         let count = experiment.arms.len();
         for turn in 0..count {
@@ -73,19 +81,11 @@ pub fn point(
                 }
             };
             let run = run.with_context(|| format!("{} of round {}", arm.word(), round + 1))?;
-            told(&run);
-            runs.push(run);
+            point.runs.push(run);
+            told(&point)?;
         }
     }
-    Ok(PointRecord {
-        label: at.label.clone(),
-        conditions: serde_json::to_value(at)?,
-        block_time_s: at
-            .rate_mbit
-            .filter(|_| is_shaped)
-            .map(|rate| model::block_time_s(at.block_bytes, rate)),
-        runs,
-    })
+    Ok(())
 }
 
 impl Stage<'_> {

@@ -9,7 +9,7 @@ use super::{MOVE_LIMIT, Meter, Stage, number};
 use crate::daemons::{Daemons, node_name};
 use crate::experiment::Arm;
 use crate::hosts::HostNo;
-use crate::record::RunRecord;
+use crate::record::{RunRecord, STOPPED};
 
 /// Once a node has sent so much, or worked so long, a restore is under way.
 const UNDER_WAY_BYTES: u64 = 1 << 20;
@@ -84,7 +84,7 @@ pub fn run(stage: &mut Stage<'_>, kept: &mut Kept, arm: Arm, round: u32) -> Resu
     let seconds = number(&done, "seconds")?;
     let mut run = meter.stop(daemons, (round, arm), (seconds, seconds))?;
     if let Some((node, at_s)) = begun.first() {
-        run.notes.insert("stopped".to_owned(), json!({ "node": node_name(*node), "at_s": at_s }));
+        run.notes.insert(STOPPED.to_owned(), json!({ "node": node_name(*node), "at_s": at_s }));
     }
     let names: Vec<String> = victims.iter().map(|node| node_name(*node)).collect();
     run.notes.insert("killed".to_owned(), json!(names));

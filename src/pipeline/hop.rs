@@ -4,25 +4,25 @@
 //! ([`hop_bytes`]). Receiving, working and sending go on side by side; a hop waits only for its neighbours.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
+use super::piece_slot::PieceSlot;
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, CodeError};
 use crate::format::geometry::StripeCut;
-use crate::gf::{self, Fingerprint, FingerprintKey, GfError, Matrix};
+use crate::gf::{self, FingerprintKey, GfError, Matrix};
 use crate::kind::Kind;
 use crate::net::frame::FramedRecv;
 use crate::net::{NetError, SendStream};
 use crate::plan::{Input, Output, StreamNo};
-use crate::store::disk::AlignedBuffer;
-use crate::store::{Extent, PieceWriter, StoreError, Stored, StoredFile};
-use crate::units::{GRAIN_BYTES, grains};
+use crate::store::{Extent, StoreError, StoredFile};
+use crate::units::GRAIN_BYTES;
 use crate::wire::order::{Codec, HopOrder, HopReport};
-use crate::workers::{Begun, WorkerDied, Workers};
+use crate::workers::{WorkerDied, Workers};
 
 /// A hop that does not move for so long is ended.
 pub const STALL_LIMIT: Duration = Duration::from_secs(10);
@@ -127,100 +127,6 @@ pub type Blocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
 /// Pieces that a node writes, shared by its hops.
 pub type Pieces = BTreeMap<u8, PieceSlot>;
 
-/// A piece while it is written.
-pub struct PieceSlot {
-    writer: Mutex<Option<PieceWriter>>,
-    proof: Mutex<Proof>,
-    /// The extent that is being proven; the next one waits for it.
-    proving: tokio::sync::Mutex<Option<Begun<Result<(), HopError>>>>,
-}
-
-/// What was read back so far, and the buffer for it.
-struct Proof {
-    fingerprints: Vec<Fingerprint>,
-    buffer: AlignedBuffer,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl PieceSlot {
-    /// The slot of a new piece of `len_bytes`.
-    pub fn new(writer: PieceWriter, len_bytes: u64) -> Self {
-        let fingerprints = vec![Fingerprint::ZERO; grains(len_bytes) as usize];
-        let proof = Proof { fingerprints, buffer: Extent::buffer(len_bytes) };
-        Self {
-            writer: Mutex::new(Some(writer)),
-            proof: Mutex::new(proof),
-            proving: tokio::sync::Mutex::default(),
-        }
-    }
-
-    /// Writes a grain; an extent that is whole now is to be proven.
-    fn write(&self, grain: u64, bytes: &[u8]) -> Result<Option<Extent>, HopError> {
-        let mut writer = locked(&self.writer);
-        let writer =
-            writer.as_mut().ok_or(HopError::Order { what: "a piece was finished too early" })?;
-        writer.write_grain(grain, bytes)?;
-        Ok(writer.extent()?)
-    }
-
-    /// Syncs an extent and fingerprints what is read back past the page cache.
-    fn prove(&self, key: &FingerprintKey, extent: Extent) -> Result<(), HopError> {
-        let Proof { fingerprints, buffer } = &mut *locked(&self.proof);
-        let mut read_back = ReadBack { key, fingerprints, failed: None };
-        extent.prove(buffer, &mut |grain, bytes| read_back.take(grain, bytes))?;
-        read_back.result()
-    }
-
-    /// Waits until no extent is being proven.
-    pub async fn settle(&self) -> Result<(), HopError> {
-        match self.proving.lock().await.take() {
-            Some(begun) => begun.end().await?,
-            None => Ok(()),
-        }
-    }
-
-    /// Makes the piece durable; answers with the fingerprints of all that was read back past the page cache.
-    pub fn finish(&self, key: &FingerprintKey) -> Result<(Stored, Vec<Fingerprint>), HopError> {
-        let writer = locked(&self.writer).take();
-        let writer = writer.ok_or(HopError::Order { what: "a piece was finished twice" })?;
-        let Proof { fingerprints, .. } = &mut *locked(&self.proof);
-        let mut read_back = ReadBack { key, fingerprints, failed: None };
-        let stored = writer.finish(&mut |grain, bytes| read_back.take(grain, bytes))?;
-        read_back.result()?;
-        Ok((stored, std::mem::take(fingerprints)))
-    }
-}
-
-/// Fingerprints grains that come back from the medium.
-pub struct ReadBack<'a> {
-    /// The shard's key.
-    pub key: &'a FingerprintKey,
-    /// One slot a grain.
-    pub fingerprints: &'a mut [Fingerprint],
-    /// The first failure.
-    pub failed: Option<GfError>,
-}
-
-impl ReadBack<'_> {
-    /// One grain.
-    pub fn take(&mut self, grain: u64, bytes: &[u8]) {
-        match (self.key.fingerprint(bytes), self.fingerprints.get_mut(grain as usize)) {
-            (Ok(found), Some(slot)) => *slot = found,
-            (Err(error), _) => self.failed = Some(error),
-            // Past the end: the writer has refused it before.
-            (Ok(_), None) => {}
-        }
-    }
-
-    /// Whether all went well.
-    pub fn result(self) -> Result<(), HopError> {
-        self.failed.map_or(Ok(()), |error| Err(error.into()))
-    }
-}
-
 /// What all hops of one order share.
 pub struct Shared {
     /// The stripe's cut.
@@ -243,21 +149,16 @@ impl Shared {
         self.pieces.get(&piece).ok_or(HopError::Order { what: "a piece was not opened" })
     }
 
-    /// Begins to prove an extent, beside what is received and written next. One at a time: whoever writes faster than the disk waits here.
+    /// Begins to prove an extent, beside what is received and written next.
     async fn prove(
         self: &Arc<Self>,
         piece: u8,
         extent: Extent,
         workers: &Workers,
     ) -> Result<(), HopError> {
-        let mut proving = self.slot(piece)?.proving.lock().await;
-        if let Some(before) = proving.take() {
-            before.end().await??;
-        }
         let shared = self.clone();
         let job = move || shared.slot(piece)?.prove(&shared.key, extent);
-        *proving = Some(workers.begin(job));
-        Ok(())
+        self.slot(piece)?.after_the_last(|| workers.begin(job)).await
     }
 }
 
@@ -354,9 +255,7 @@ impl Step {
         }
         Ok(Done { sent, extents })
     }
-}
 
-impl Step {
     /// Grains from `first` on, one after the other.
     fn run_all(&self, first: u64, batch: Vec<Vec<Bytes>>) -> Result<Vec<Done>, HopError> {
         (first..).zip(batch).map(|(grain, streams)| self.run(grain, streams)).collect()

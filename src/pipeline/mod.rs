@@ -3,6 +3,7 @@
 pub mod archive;
 pub mod hop;
 pub mod patience;
+pub mod piece_slot;
 pub mod read;
 pub mod records;
 pub mod run;

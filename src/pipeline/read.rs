@@ -150,7 +150,7 @@ pub struct Reading {
     pub incidents: Mutex<Vec<String>>,
     /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
     pub rotten: Mutex<BTreeSet<(StripeId, NodeId, FileName)>>,
-    /// Stripes of which a file was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
+    /// Stripes of which a replica was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
     /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
     pub leaving: Mutex<BTreeSet<StripeId>>,
 }
@@ -492,7 +492,7 @@ impl StripeReader {
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
-        if fault == Fault::Gone {
+        if fault == Fault::Gone && matches!(holding.file, FileName::Replica { .. }) {
             let mut leaving = self.reading.leaving.lock().unwrap_or_else(PoisonError::into_inner);
             if leaving.len() < MAX_ROTTEN {
                 leaving.insert(stripe);

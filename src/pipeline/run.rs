@@ -14,9 +14,9 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::hop::{
-    HopError, Incoming, Outgoing, PieceSlot, ReadBack, Shared, Streams, hop_bytes, moved, run_hop,
-    stream_in, stream_out,
+    HopError, Incoming, Outgoing, Shared, Streams, hop_bytes, moved, run_hop, stream_in, stream_out,
 };
+use super::piece_slot::{PieceSlot, ReadBack};
 use crate::budget::{Budget, Reservation};
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, table};

@@ -113,28 +113,22 @@ impl PieceWriter {
     }
 
     fn gather(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
-        let Gathered { first, count } = self.gathered;
-        let follows = count > 0 && index == first + count;
-        let from = if follows { count * GRAIN_BYTES } else { 0 } as usize;
-        let is_whole = bytes.len() as u64 == GRAIN_BYTES;
-        if is_whole
-            && follows
-            && let Some(room) = self.buffer.bytes().get_mut(from..from + bytes.len())
-        {
-            room.copy_from_slice(bytes);
-            self.gathered.count += 1;
-            return Ok(());
-        }
-        self.write_gathered()?;
-        match self.buffer.bytes().get_mut(..bytes.len()) {
-            Some(room) if is_whole => {
-                room.copy_from_slice(bytes);
-                self.gathered = Gathered { first: index, count: 1 };
-                Ok(())
-            }
+        if (bytes.len() as u64) < GRAIN_BYTES {
             // The last grain, which may be no multiple of anything.
-            _ => Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?),
+            return Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?);
         }
+        let Gathered { first, count } = self.gathered;
+        let is_full = (count + 1) * GRAIN_BYTES > self.buffer.bytes().len() as u64;
+        if is_full || index != first + count {
+            self.write_gathered()?;
+        }
+        if self.gathered.count == 0 {
+            self.gathered.first = index;
+        }
+        let from = (self.gathered.count * GRAIN_BYTES) as usize;
+        self.buffer.bytes()[from..from + bytes.len()].copy_from_slice(bytes);
+        self.gathered.count += 1;
+        Ok(())
     }
 
     fn write_gathered(&mut self) -> Result<(), StoreError> {

@@ -202,6 +202,8 @@ calls! {
         /// The saves.
         saves: Vec<SaveId>,
     } -> Vec<SaveId>;
+    /// The nodes of the cluster, as this one last heard of them.
+    27 Anyone Members {} -> Vec<Node>;
 
     /// Registers a node and keeps its lease.
     40 Nodes Register {
@@ -322,8 +324,6 @@ calls! {
         /// Who serves it.
         home: NodeAddress,
     } -> ();
-    /// The nodes of the cluster, as this one last heard of them.
-    61 Anyone Members {} -> Vec<Node>;
     /// What this node holds, by shard: the evidence that a catalogue is rebuilt from.
     62 Nodes Inventory {
         /// Where the page begins: behind this shard, or behind this stripe of it.

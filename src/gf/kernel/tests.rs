@@ -4,6 +4,7 @@ use super::*;
 use crate::entropy::{Entropy, SeededEntropy};
 use crate::gf::{Line, Operand, Step, field};
 use proptest::prelude::*;
+use reed_solomon_erasure::galois_8;
 
 /// Around one vector, four vectors, a step of the portable kernel, a tile.
 const LENGTHS: [usize; 22] = [
@@ -93,15 +94,31 @@ fn the_largest_matrix_works() {
     compare(Matrix::MAX_SIDE, Matrix::MAX_SIDE, 70, 1);
 }
 
+/// The oracle is another library: `reed-solomon-erasure`, whose field this is.
 #[test]
-fn every_product_is_the_fields() {
-    let all: Vec<u8> = (0..=255).collect();
+fn every_product_is_the_peers() {
+    let entropy = SeededEntropy::new(5);
     for coef in 0..=255 {
         let matrix = Matrix::new(1, 1, vec![coef]).unwrap();
-        for kernel in Kernel::available() {
-            let mut out = [0; 256];
-            kernel.apply(&matrix, &[&all], &mut [&mut out], Mode::Overwrite).unwrap();
-            assert!(out.iter().zip(&all).all(|(&got, &x)| got == field::mul(coef, x)));
+        for len in LENGTHS.into_iter().chain([256]) {
+            let offset = entropy.below(65) as usize;
+            // 256 bytes: each value once.
+            let all: Vec<u8> = (0..=255).collect();
+            let input = if len == 256 { all } else { random(&entropy, len) };
+            let around = vec![random(&entropy, len + offset + 64)];
+            for (mode, peer) in [
+                (Mode::Overwrite, galois_8::mul_slice as fn(u8, &[u8], &mut [u8])),
+                (Mode::Accumulate, galois_8::mul_slice_xor),
+            ] {
+                let mut expected = around[0][offset..][..len].to_vec();
+                peer(coef, &input, &mut expected);
+                for kernel in Kernel::available() {
+                    let what = format!("{} {coef} {len} {mode:?}", kernel.name());
+                    assert_written(&what, &around, offset, &[expected.clone()], |outputs| {
+                        kernel.apply(&matrix, &[&input], outputs, mode)
+                    });
+                }
+            }
         }
     }
 }

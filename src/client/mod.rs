@@ -58,8 +58,10 @@ const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 const LONG_LIMIT: Duration = Duration::from_secs(120);
 /// Rounds over all seeds before a call fails.
 const ROUNDS: u32 = 2;
-/// Threads for reading, hashing and decoding.
-const WORKERS: usize = 4;
+/// Threads for reading, hashing and decoding: one a core, at least so many, because disks are waited for too.
+const MIN_WORKERS: usize = 4;
+/// And at most so many: what runs beside has cores left.
+const MAX_WORKERS: usize = 16;
 
 /// How far an operation has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,7 +148,9 @@ impl Client {
         let clock = SystemClock::new();
         let transport = QuicTransport::connect_only(identity, &limits(), clock.clone()).await?;
         let (transport, entropy) = (Arc::new(transport), Arc::new(SystemEntropy));
-        let client = Self::over(transport, clock, entropy, Workers::new(WORKERS), seeds);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = Workers::new(cores.clamp(MIN_WORKERS, MAX_WORKERS));
+        let client = Self::over(transport, clock, entropy, workers, seeds);
         client.gateway().await?;
         Ok(client)
     }

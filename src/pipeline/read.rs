@@ -6,6 +6,7 @@
 //! others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
 
+mod flow;
 mod inspect;
 mod source;
 mod state;
@@ -15,8 +16,6 @@ use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-
-use bytes::Bytes;
 
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 use source::{Fault, Stop, all};
@@ -30,14 +29,13 @@ use crate::code::{Code, CodeError, Program, reconstruct};
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
-use crate::gf::{FingerprintKey, Mode};
+use crate::gf::FingerprintKey;
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::plan::check::{Goal, PlanError, check};
 use crate::planner::{Subject, direct_read};
 use crate::topology::Directory;
-use crate::units::GRAIN_BYTES;
 use crate::wire::calls::Suspect;
 use crate::workers::{WorkerDied, Workers};
 
@@ -308,31 +306,14 @@ impl StripeReader {
         progress: &mut Progress,
         target: &Target,
     ) -> Result<(), Stop> {
-        let mut file = self.open(source, progress).await?;
-        let mut ready = Some(self.grain(&mut file, progress.left.start).await?);
-        while let Some(bytes) = ready.take() {
-            let grain = progress.left.start;
-            let deliver = self.deliver(vec![(block, bytes)], grain, target);
-            let fetch = async {
-                if grain + 1 < progress.left.end {
-                    self.grain(&mut file, grain + 1).await.map(Some)
-                } else {
-                    Ok(None)
-                }
-            };
-            let (fetched, delivered) = tokio::join!(fetch, deliver);
-            match delivered {
-                Err(ReadError::Decoded { .. }) => {
-                    let reason = "its bytes are not what was saved".into();
-                    let fault = Fault::Rotten;
-                    return Err(Stop::Source { holding: source, reason, fault });
-                }
-                other => other?,
+        let file = self.open(source, progress).await?;
+        match self.read_grains(vec![file], None, &[block], progress, target).await {
+            Err(Stop::Fatal(ReadError::Decoded { .. })) => {
+                let reason = "its bytes are not what was saved".into();
+                Err(Stop::Source { holding: source, reason, fault: Fault::Rotten })
             }
-            progress.left.start = grain + 1;
-            ready = fetched?;
+            done => done,
         }
-        Ok(())
     }
 
     async fn read_pieces(
@@ -372,7 +353,6 @@ impl StripeReader {
         target: &Target,
     ) -> Result<(), Stop> {
         let Way::Pieces { code, attempt, pieces } = &self.way else { return Ok(()) };
-        let cut = self.info.fixed.cut;
         let available: Vec<usize> = pieces.keys().copied().collect();
         let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
         let too_few = |_| Lost {
@@ -399,39 +379,8 @@ impl StripeReader {
         let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
         self.prove(code, *attempt, &program, &sources, blocks, progress.left.clone())?;
         // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
-        let mut files = all(sources.iter().map(|&source| self.open(source, progress))).await?;
-        let mut ready = Some(self.grains(&mut files, progress.left.start).await?);
-        while let Some(inputs) = ready.take() {
-            let grain = progress.left.start;
-            let work = async {
-                let program = program.clone();
-                let outputs = blocks.len();
-                let len = cut.grain_len(grain) as usize;
-                let decode = move || -> Result<Vec<Bytes>, CodeError> {
-                    let mut decoded = vec![vec![0; len]; outputs];
-                    let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
-                    let mut targets: Vec<&mut [u8]> =
-                        decoded.iter_mut().map(|bytes| &mut bytes[..]).collect();
-                    program.run(&inputs, &mut targets, Mode::Overwrite)?;
-                    Ok(decoded.into_iter().map(Bytes::from).collect())
-                };
-                let decoded = self.reading.workers.run(decode).await??;
-                let decoded = blocks.iter().copied().zip(decoded).collect();
-                self.deliver(decoded, grain, target).await
-            };
-            let fetch = async {
-                if grain + 1 < progress.left.end {
-                    self.grains(&mut files, grain + 1).await.map(Some)
-                } else {
-                    Ok(None)
-                }
-            };
-            let (fetched, worked) = tokio::join!(fetch, work);
-            worked?;
-            progress.left.start = grain + 1;
-            ready = fetched?;
-        }
-        Ok(())
+        let files = all(sources.iter().map(|&source| self.open(source, progress))).await?;
+        self.read_grains(files, Some(program), blocks, progress, target).await
     }
 
     /// The symbolic check of what is about to be decoded.
@@ -513,36 +462,5 @@ impl StripeReader {
                 let _ = caller.call(&to, &Suspect { stripe, file }).await;
             });
         }
-    }
-
-    /// Checks grains of blocks against the fingerprints of the save and writes what is wanted of them.
-    async fn deliver(
-        &self,
-        grains: Vec<(u8, Bytes)>,
-        grain: u64,
-        target: &Target,
-    ) -> Result<(), ReadError> {
-        let (info, key, target) = (self.info.clone(), self.key.clone(), target.clone());
-        let job = move || -> Result<(), ReadError> {
-            let (cut, stripe) = (info.fixed.cut, info.fixed.stripe);
-            for (block, bytes) in grains {
-                let found = key.fingerprint(&bytes).ok();
-                if found != Some(info.fixed.fingerprint(block.into(), grain)) {
-                    return Err(ReadError::Decoded { stripe, grain });
-                }
-                let inside = grain * GRAIN_BYTES;
-                let real = cut.block_len(block).saturating_sub(inside).min(bytes.len() as u64);
-                let start = cut.offset_bytes + cut.block_offset(block) + inside;
-                let (from, to) =
-                    (target.range.start.max(start), target.range.end.min(start + real));
-                if from < to {
-                    let part = &bytes[(from - start) as usize..(to - start) as usize];
-                    let written = target.sink.write_at(from, part);
-                    written.map_err(|source| ReadError::Sink { offset: from, source })?;
-                }
-            }
-            Ok(())
-        };
-        self.reading.workers.run(job).await?
     }
 }

@@ -1,0 +1,100 @@
+//! Grains on their way: fetched one after the other, decoded, checked and delivered side by side.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::source::{OpenFile, Stop};
+use super::{Progress, ReadError, StripeReader, Target};
+use crate::code::{CodeError, Program};
+use crate::gf::Mode;
+use crate::units::GRAIN_BYTES;
+
+/// Grains of a stripe that are decoded, verified or written at once, while the next one is fetched.
+const GRAINS_AT_ONCE: usize = 4;
+
+impl StripeReader {
+    /// Fetches what is left, grain by grain, and works on some of the grains that have come while the next one comes, each on a core of
+    /// its own. Without a program the files are those of the blocks.
+    pub(super) async fn read_grains(
+        &self,
+        mut files: Vec<OpenFile>,
+        program: Option<Arc<Program>>,
+        blocks: &[u8],
+        progress: &mut Progress,
+        target: &Target,
+    ) -> Result<(), Stop> {
+        let mut begun = VecDeque::new();
+        let mut fetched = Ok(());
+        for grain in progress.left.clone() {
+            let inputs = match self.grains(&mut files, grain).await {
+                Ok(inputs) => inputs,
+                Err(stop) => {
+                    fetched = Err(stop);
+                    break;
+                }
+            };
+            let work = self.work(inputs, program.clone(), blocks, grain, target);
+            begun.push_back(self.reading.workers.begin(work));
+            if begun.len() > GRAINS_AT_ONCE
+                && let Some(first) = begun.pop_front()
+            {
+                first.end().await??;
+                progress.left.start += 1;
+            }
+        }
+        for work in begun {
+            work.end().await??;
+            progress.left.start += 1;
+        }
+        fetched
+    }
+
+    /// Decodes one grain, checks each block against the fingerprint of the save, and writes what is wanted.
+    fn work(
+        &self,
+        inputs: Vec<Bytes>,
+        program: Option<Arc<Program>>,
+        blocks: &[u8],
+        grain: u64,
+        target: &Target,
+    ) -> impl FnOnce() -> Result<(), ReadError> + Send + 'static {
+        let (info, key) = (self.info.clone(), self.key.clone());
+        let (blocks, target) = (blocks.to_vec(), target.clone());
+        move || {
+            let decoded = match program {
+                Some(program) => decode(&program, &inputs, blocks.len())?,
+                None => inputs,
+            };
+            let (cut, stripe) = (info.fixed.cut, info.fixed.stripe);
+            for (block, bytes) in blocks.into_iter().zip(decoded) {
+                let found = key.fingerprint(&bytes).ok();
+                if found != Some(info.fixed.fingerprint(block.into(), grain)) {
+                    return Err(ReadError::Decoded { stripe, grain });
+                }
+                let inside = grain * GRAIN_BYTES;
+                let real = cut.block_len(block).saturating_sub(inside).min(bytes.len() as u64);
+                let start = cut.offset_bytes + cut.block_offset(block) + inside;
+                let (from, to) =
+                    (target.range.start.max(start), target.range.end.min(start + real));
+                if from < to {
+                    let part = &bytes[(from - start) as usize..(to - start) as usize];
+                    let written = target.sink.write_at(from, part);
+                    written.map_err(|source| ReadError::Sink { offset: from, source })?;
+                }
+            }
+            Ok(())
+        }
+    }
+}
+
+/// One grain of each wanted block.
+fn decode(program: &Program, inputs: &[Bytes], blocks: usize) -> Result<Vec<Bytes>, CodeError> {
+    let len = inputs.first().map_or(0, Bytes::len);
+    let mut decoded = vec![vec![0; len]; blocks];
+    let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
+    let mut targets: Vec<&mut [u8]> = decoded.iter_mut().map(|bytes| &mut bytes[..]).collect();
+    program.run(&inputs, &mut targets, Mode::Overwrite)?;
+    Ok(decoded.into_iter().map(Bytes::from).collect())
+}

@@ -51,7 +51,9 @@ impl Client {
             self.set_gateway(Some(node_address(&view.node)));
         }
         for found in self.hello_all(record.cluster(), self.moved(&views).await).await? {
-            if found.live {
+            // Where it is said to be now it is looked for again, when it is needed.
+            let is_found = |view: &NodeView| view.live && view.node.name == found.node.name;
+            if found.live || !views.iter().any(is_found) {
                 views.retain(|view| view.node.name != found.node.name);
                 views.push(found);
             }
@@ -75,17 +77,16 @@ impl Client {
         if away.is_empty() {
             return Vec::new();
         }
-        let mut askable: Vec<NodeAddress> =
-            live.iter().map(|view| node_address(&view.node)).collect();
-        if askable.is_empty() {
-            askable.extend(self.gateway().await.ok());
-        }
-        let asks = askable.iter().map(|to| async move {
-            let known = self.caller().call_within(&address(to), &Members {}, NEWS_LIMIT).await;
-            known.unwrap_or_default()
-        });
-        let asks: Vec<_> = asks.collect();
-        let known: Vec<Vec<Node>> = stream::iter(asks).buffered(AT_ONCE).collect().await;
+        let known: Vec<Vec<Node>> = if live.is_empty() {
+            vec![self.ask_within(&Members {}, NEWS_LIMIT).await.unwrap_or_default()]
+        } else {
+            let asks = live.iter().map(|view| async move {
+                let to = address(&node_address(&view.node));
+                self.caller().call_within(&to, &Members {}, NEWS_LIMIT).await.unwrap_or_default()
+            });
+            let asks: Vec<_> = asks.collect();
+            stream::iter(asks).buffered(AT_ONCE).collect().await
+        };
         let mut moved: Vec<Node> = Vec::new();
         for node in known.into_iter().flatten() {
             let is_news = away

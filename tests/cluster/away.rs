@@ -1,6 +1,7 @@
 //! While no catalogue answers what is committed is still listed, shown and restored, by its commit marks (docs/semantics.md, 6).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use rapidraid::client::{Client, ClientError, RestoreReport, RestoreRequest, SaveOptions};
 use rapidraid::format::records::{Node as NodeRecord, SaveHead, ShardState, StripeState};
@@ -75,12 +76,12 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
 
     // One more may be away with (4,2): what it alone could know is on another node too.
     world.kill(3).await;
-    tokio::time::sleep(std::time::Duration::from_secs(6)).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
     for (step, seed) in [(1, 1), (4, 40)] {
         assert_exact(&client, step, seed).await;
     }
     world.kill(2).await;
-    tokio::time::sleep(std::time::Duration::from_secs(6)).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
     let refused = restore_error(&client, 1).await;
     assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
     for name in ["node02", "node03", "at most 1"] {
@@ -270,6 +271,24 @@ async fn a_record_of_a_removed_or_replaced_save_says_so() {
         assert!(matches!(error, ClientError::Removed { .. }), "{error}");
     }
     assert_by_record(&client, &newer, LEN).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn nodes_say_where_the_others_of_a_record_are_and_no_catalogue_is_waited_for() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    world.until_acquainted().await;
+    let record = save_with_record(&world.client(), 1, LEN, false).await;
+    world.kill(0).await;
+    // One node is where it was; alone it has no whole stripe.
+    let mut nodes = record.nodes().to_vec();
+    for node in &mut nodes[1..] {
+        node.address = format!("old-{}:7440", node.name);
+    }
+    let began = tokio::time::Instant::now();
+    let nowhere = world.connect(vec!["nowhere:7440".into()]).0;
+    assert_by_record(&nowhere, &with_head(&record, CLUSTER, nodes), LEN).await;
+    // A hello that is not answered, and nothing more.
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,5 +1,6 @@
 //! Where blocking work runs: disk, hashing and field arithmetic stay off the network's threads.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tokio::sync::Semaphore;
@@ -75,6 +76,35 @@ impl<T> Begun<T> {
     }
 }
 
+/// Jobs that were begun, whose results are taken in their order: at most so many at once.
+#[derive(Debug)]
+pub struct InOrder<T> {
+    begun: VecDeque<Begun<T>>,
+    most: usize,
+}
+
+impl<T> InOrder<T> {
+    /// At most `most` jobs whose results nobody has taken.
+    pub fn new(most: usize) -> Self {
+        Self { begun: VecDeque::with_capacity(most), most }
+    }
+
+    /// Adds a job; when there were `most` already, the result of the first, which is waited for.
+    pub async fn push(&mut self, job: impl FnOnce() -> Begun<T>) -> Result<Option<T>, WorkerDied> {
+        let first = if self.begun.len() < self.most { None } else { self.next().await? };
+        self.begun.push_back(job());
+        Ok(first)
+    }
+
+    /// The result of the first job that is left.
+    pub async fn next(&mut self) -> Result<Option<T>, WorkerDied> {
+        match self.begun.pop_front() {
+            Some(first) => first.end().await.map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -98,5 +128,27 @@ mod tests {
         assert!(matches!(inline, Begun::Ended(8)));
         let died: Begun<u8> = Workers::new(1).begin(|| panic!("on purpose"));
         assert_eq!(died.end().await, Err(WorkerDied));
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn so_many_jobs_run_at_once_and_their_results_come_in_order() {
+        let workers = Workers::new(8);
+        let (tell, told) = std::sync::mpsc::channel();
+        let (mut jobs, mut taken, mut begun) = (InOrder::new(3), Vec::new(), 0);
+        // The first job ends when the second one runs beside it.
+        let limit = std::time::Duration::from_secs(20);
+        let first = move || (0, told.recv_timeout(limit).is_ok());
+        assert_eq!(jobs.push(|| workers.begin(first)).await.unwrap(), None);
+        for number in 1..50 {
+            let tell = tell.clone();
+            let job = move || (number, tell.send(()).is_ok() || number > 1);
+            taken.extend(jobs.push(|| workers.begin(job)).await.unwrap());
+            begun += 1;
+            assert!(1 + begun - taken.len() <= 3, "more than three are under way");
+        }
+        while let Some(result) = jobs.next().await.unwrap() {
+            taken.push(result);
+        }
+        assert_eq!(taken, (0..50).map(|number| (number, true)).collect::<Vec<(u64, bool)>>());
     }
 }

@@ -1,6 +1,5 @@
 //! Grains on their way: fetched one after the other, decoded, checked and delivered side by side.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -10,6 +9,7 @@ use super::{Progress, ReadError, StripeReader, Target};
 use crate::code::{CodeError, Program};
 use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;
+use crate::workers::InOrder;
 
 /// Grains of a stripe that are decoded, verified or written at once, while the next one is fetched.
 const GRAINS_AT_ONCE: usize = 4;
@@ -25,7 +25,7 @@ impl StripeReader {
         progress: &mut Progress,
         target: &Target,
     ) -> Result<(), Stop> {
-        let mut begun = VecDeque::new();
+        let mut begun = InOrder::new(GRAINS_AT_ONCE);
         let mut fetched = Ok(());
         for grain in progress.left.clone() {
             let inputs = match self.grains(&mut files, grain).await {
@@ -36,16 +36,13 @@ impl StripeReader {
                 }
             };
             let work = self.work(inputs, program.clone(), blocks, grain, target);
-            begun.push_back(self.reading.workers.begin(work));
-            if begun.len() > GRAINS_AT_ONCE
-                && let Some(first) = begun.pop_front()
-            {
-                first.end().await??;
+            if let Some(done) = begun.push(|| self.reading.workers.begin(work)).await? {
+                done?;
                 progress.left.start += 1;
             }
         }
-        for work in begun {
-            work.end().await??;
+        while let Some(done) = begun.next().await? {
+            done?;
             progress.left.start += 1;
         }
         fetched

@@ -56,9 +56,17 @@ fn a_checkpoint_lives_its_life() {
         assert_eq!(traffic("in_bytes"), traffic("out_bytes"), "{report}");
     }
     let trace: serde_json::Value = serde_json::from_slice(&cluster.read("hops.json")).unwrap();
-    let hops =
-        trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["cat"] == "hop").count();
-    assert_eq!(hops, 6 * reports.len());
+    let of = |cat: &'static str| {
+        trace["traceEvents"].as_array().unwrap().iter().filter(move |event| event["cat"] == cat)
+    };
+    assert_eq!(of("hop").count(), 6 * reports.len());
+    // `rapidraid-cluster` draws these.
+    for part in
+        ["waited_upstream_us", "queued_us", "computed_us", "disk_us", "waited_downstream_us"]
+    {
+        assert!(of("hop").all(|hop| hop["args"][part].is_u64()), "{part}");
+    }
+    assert!(of("chunk").count() >= 6 * reports.len());
     assert!(cluster.run("archive gpt/7").ok().out.contains("nothing to do"));
     let rule = "policy: all but the newest 2 steps are archived, all are kept";
     let shown = cluster.run("status").ok().out;

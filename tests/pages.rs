@@ -171,6 +171,9 @@ fn every_message_is_on_its_page() {
         "OutputOrder",
         "PieceProof",
         "HopReport",
+        "HopWork",
+        "HopTimes",
+        "ChunkTimes",
         "RunReport",
     ];
     types_have_their_rows("docs/protocol.md", "src/wire/answers.rs", &answers);

@@ -1,5 +1,5 @@
 //! The hops of an archiving as a trace that browsers draw (Chrome's Trace Event Format, "complete" events):
-//! a process a stripe, a thread a hop, times in microseconds.
+//! a process a stripe, a thread a hop, in it a sample of the grains that it worked on; times in microseconds.
 //!
 //! Within a stripe the times are those that the nodes measured. Stripes are placed beside each other by when their reports came in,
 //! since clocks of machines are never compared.
@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::wire::calls::StripeReport;
+use crate::wire::order::{ChunkTimes, HopWork};
 
 /// A trace that grows stripe by stripe.
 #[derive(Debug, Default)]
@@ -46,16 +47,23 @@ impl Trace {
             self.events.push(json!({
                 "name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": { "name": name },
             }));
-            let (start, end) = view.span_us;
-            let (upstream, work, downstream) = view.waited_us;
+            let HopWork { in_bytes, out_bytes, span_us, times, chunks } = &view.work;
             self.events.push(json!({
                 "name": view.node, "cat": "hop", "ph": "X", "pid": process, "tid": thread,
-                "ts": run_at.saturating_add(start), "dur": end.saturating_sub(start),
+                "ts": run_at.saturating_add(span_us.0), "dur": span_us.1.saturating_sub(span_us.0),
                 "args": {
-                    "in_bytes": view.in_bytes, "out_bytes": view.out_bytes, "waited_upstream_us": upstream,
-                    "worked_us": work, "waited_downstream_us": downstream,
+                    "in_bytes": in_bytes, "out_bytes": out_bytes, "waited_upstream_us": times.upstream_us,
+                    "queued_us": times.queued_us, "computed_us": times.computed_us, "disk_us": times.disk_us,
+                    "waited_downstream_us": times.downstream_us,
                 },
             }));
+            for ChunkTimes { grains: (first, end), span_us: (begun, done) } in chunks {
+                self.events.push(json!({
+                    "name": format!("grains {first} to {}", end.saturating_sub(1)), "cat": "chunk", "ph": "X",
+                    "pid": process, "tid": thread,
+                    "ts": run_at.saturating_add(*begun), "dur": done.saturating_sub(*begun),
+                }));
+            }
         }
     }
 
@@ -79,10 +87,11 @@ mod tests {
         let hop = |name: &str, span_us| HopView {
             node: name.parse().unwrap(),
             pieces: vec![0],
-            in_bytes: 5,
-            out_bytes: 7,
-            span_us,
-            waited_us: (1, 2, 3),
+            work: HopWork {
+                span_us,
+                chunks: vec![ChunkTimes { grains: (4, 7), span_us: (20, 25) }],
+                ..HopWork::default()
+            },
         };
         let report = StripeReport {
             stripe: StripeId { shard: ShardId([1; 16]), index: 0 },
@@ -107,7 +116,9 @@ mod tests {
             ("receipts and commit", 950, 30),
             ("drop replicas", 980, 20),
             ("a", 850, 80),
+            ("grains 4 to 6", 870, 5),
             ("b", 860, 90),
+            ("grains 4 to 6", 870, 5),
         ];
         assert_eq!(spans, expected);
     }

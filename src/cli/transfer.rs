@@ -21,6 +21,7 @@ use crate::kind::Kind;
 use crate::store::RealDisk;
 use crate::units::ByteCount;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, StripeReport};
+use crate::wire::order::HopWork;
 
 /// Lines of notes and incidents that are shown; JSON has them all.
 const LISTED: usize = 10;
@@ -172,11 +173,12 @@ fn stripe_json(report: &StripeReport) -> Value {
         .map(|hop| {
             // Pieces count from 1 where people see them.
             let pieces: Vec<u32> = hop.pieces.iter().map(|piece| u32::from(*piece) + 1).collect();
+            let HopWork { in_bytes, out_bytes, span_us, times, .. } = &hop.work;
             json!({
-                "node": hop.node, "pieces": pieces, "in_bytes": hop.in_bytes, "out_bytes": hop.out_bytes,
-                "start_us": hop.span_us.0, "end_us": hop.span_us.1,
-                "waited_upstream_us": hop.waited_us.0, "worked_us": hop.waited_us.1,
-                "waited_downstream_us": hop.waited_us.2,
+                "node": hop.node, "pieces": pieces, "in_bytes": in_bytes, "out_bytes": out_bytes,
+                "start_us": span_us.0, "end_us": span_us.1, "waited_upstream_us": times.upstream_us,
+                "queued_us": times.queued_us, "computed_us": times.computed_us, "disk_us": times.disk_us,
+                "waited_downstream_us": times.downstream_us,
             })
         })
         .collect();

@@ -370,7 +370,11 @@ impl Client {
             on_event(&event);
             match event {
                 ArchiveEvent::Progress { .. } => {}
-                ArchiveEvent::Stripe(stripe) => report.reports.push(stripe),
+                ArchiveEvent::Stripe(mut stripe) => {
+                    // For traces, as they come: of thousands of stripes they would fill the memory.
+                    stripe.hops.iter_mut().for_each(|hop| hop.work.chunks = Vec::new());
+                    report.reports.push(stripe);
+                }
                 ArchiveEvent::Note(note) => report.notes.push(note),
                 ArchiveEvent::Done { stripes, undropped } => {
                     report.stripes = stripes;

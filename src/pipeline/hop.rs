@@ -10,22 +10,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
+use super::account::{Account, Batch, Laps, Spent, us};
+use super::hop_error::{HopError, STALL_LIMIT};
 use super::piece_slot::PieceSlot;
 use crate::clock::{Clock, deadline};
-use crate::code::{Code, CodeError};
+use crate::code::Code;
 use crate::format::geometry::StripeCut;
-use crate::gf::{self, FingerprintKey, GfError, Matrix};
-use crate::kind::Kind;
+use crate::gf::{self, FingerprintKey, Matrix};
+use crate::net::SendStream;
 use crate::net::frame::FramedRecv;
-use crate::net::{NetError, SendStream};
 use crate::plan::{Input, Output, StreamNo};
-use crate::store::{Extent, StoreError, StoredFile};
+use crate::store::{Extent, StoredFile};
 use crate::units::GRAIN_BYTES;
-use crate::wire::order::{Codec, HopOrder, HopReport};
-use crate::workers::{WorkerDied, Workers};
+use crate::wire::order::{Codec, HopOrder, HopReport, HopWork};
+use crate::workers::Workers;
 
-/// A hop that does not move for so long is ended.
-pub const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// How far an incoming stream may run ahead of its hop: what the transport's stream window is set to.
 pub const STREAM_WINDOW_BYTES: u64 = 512 << 10;
 /// What a stream that is sent may have on the way: its receiver grants no more.
@@ -36,80 +35,6 @@ pub const SEND_BYTES: u64 = STREAM_WINDOW_BYTES;
 const QUEUED_GRAINS: usize = 3;
 /// Grains that one job works on.
 const BATCH_GRAINS: usize = 3;
-
-/// Why a hop ended early.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum HopError {
-    /// An input is not what the plan says it must be.
-    #[error(
-        "{input:?} is corrupt in grain {grain}: its fingerprint is not the one that follows from the save"
-    )]
-    Corrupt {
-        /// Which input.
-        input: Input,
-        /// The grain.
-        grain: u64,
-    },
-    /// The node before this one failed.
-    #[error("stream {stream} from {node}: {source}")]
-    Upstream {
-        /// The stream.
-        stream: StreamNo,
-        /// The node.
-        node: String,
-        /// What happened.
-        source: NetError,
-    },
-    /// The node after this one failed.
-    #[error("stream {stream} to {node}: {source}")]
-    Downstream {
-        /// The stream.
-        stream: StreamNo,
-        /// The node.
-        node: String,
-        /// What happened.
-        source: NetError,
-    },
-    /// Nothing moved.
-    #[error("no progress for {STALL_LIMIT:?}: waiting for {waiting_for}")]
-    Stalled {
-        /// The neighbour.
-        waiting_for: String,
-    },
-    /// The order does not fit together.
-    #[error("the order is wrong: {what}")]
-    Order {
-        /// What does not fit.
-        what: &'static str,
-    },
-    /// The store failed.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The arithmetic refused.
-    #[error(transparent)]
-    Field(#[from] GfError),
-    /// The classical codec refused.
-    #[error(transparent)]
-    Code(#[from] CodeError),
-    /// The worker died.
-    #[error(transparent)]
-    Worker(#[from] WorkerDied),
-}
-
-impl HopError {
-    /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        match self {
-            HopError::Corrupt { .. } => Kind::Corrupt,
-            HopError::Upstream { .. } | HopError::Downstream { .. } => Kind::Unavailable,
-            HopError::Stalled { .. } => Kind::Timeout,
-            HopError::Order { .. } => Kind::Invalid,
-            HopError::Store(error) => error.kind(),
-            HopError::Field(_) | HopError::Code(_) | HopError::Worker(_) => Kind::Internal,
-        }
-    }
-}
 
 /// The memory that a hop works in.
 pub fn hop_bytes(hop: &HopOrder) -> u64 {
@@ -192,6 +117,7 @@ struct Step {
     shared: Arc<Shared>,
     hop: HopOrder,
     matrix: Matrix,
+    clock: Arc<dyn Clock>,
 }
 
 impl Step {
@@ -220,7 +146,8 @@ impl Step {
     }
 
     /// `streams` holds the grain of each incoming stream, in the order of the inputs.
-    fn run(&self, grain: u64, streams: Vec<Bytes>) -> Result<Done, HopError> {
+    fn run(&self, grain: u64, streams: Vec<Bytes>, spent: &mut Spent) -> Result<Done, HopError> {
+        let mut laps = Laps::start(&*self.clock);
         let len = self.shared.cut.grain_len(grain) as usize;
         let at = (grain - self.hop.grains.0) as usize;
         let mut streams = streams.into_iter();
@@ -230,16 +157,19 @@ impl Step {
                 Input::Stream(_) => streams.next().unwrap_or_default(),
                 local => self.local(local, grain, len)?,
             };
+            spent.disk += laps.lap();
             let found = self.shared.key.fingerprint(&bytes)?;
             if order.expected.get(at) != Some(&found) {
                 return Err(HopError::Corrupt { input: order.input, grain });
             }
             inputs.push(bytes);
+            spent.computed += laps.lap();
         }
         let mut outputs: Vec<Vec<u8>> = vec![vec![0; len]; self.hop.outputs.len()];
         let sources: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
         let mut targets: Vec<&mut [u8]> = outputs.iter_mut().map(|bytes| &mut bytes[..]).collect();
         self.multiply(&sources, &mut targets)?;
+        spent.computed += laps.lap();
         let (mut sent, mut extents) = (Vec::new(), Vec::new());
         for (order, bytes) in self.hop.outputs.iter().zip(outputs) {
             match order.output {
@@ -253,12 +183,17 @@ impl Step {
                 }
             }
         }
+        spent.disk += laps.lap();
         Ok(Done { sent, extents })
     }
 
-    /// Grains from `first` on, one after the other.
-    fn run_all(&self, first: u64, batch: Vec<Vec<Bytes>>) -> Result<Vec<Done>, HopError> {
-        (first..).zip(batch).map(|(grain, streams)| self.run(grain, streams)).collect()
+    /// Grains from `first` on, one after the other, and what they took.
+    fn run_all(&self, first: u64, batch: Vec<Vec<Bytes>>) -> Result<(Vec<Done>, Spent), HopError> {
+        let mut spent = Spent::default();
+        let all = (first..).zip(batch);
+        let done = all.map(|(grain, streams)| self.run(grain, streams, &mut spent));
+        let done: Result<Vec<Done>, HopError> = done.collect();
+        Ok((done?, spent))
     }
 }
 
@@ -290,22 +225,24 @@ pub async fn run_hop(
     hop: HopOrder,
     streams: Streams,
     workers: &Workers,
-    clock: &dyn Clock,
+    clock: &Arc<dyn Clock>,
     began: Duration,
 ) -> Result<HopReport, HopError> {
     let matrix = Matrix::from_rows(&hop.matrix)?;
-    let since = || (clock.now() - began).as_micros() as u64;
+    let since = || us(clock.now().saturating_sub(began));
     let cut = shared.cut;
     let Streams { incoming, outgoing } = streams;
     let (to_work, arrived) = mpsc::channel(QUEUED_GRAINS);
     let (to_send, done) = mpsc::channel(QUEUED_GRAINS);
-    let receiving = receive(&hop, cut, incoming, to_work, clock);
-    let sending = send(&hop, outgoing, done, clock);
-    let step = Arc::new(Step { shared, hop: hop.clone(), matrix });
+    let receiving = receive(&hop, cut, incoming, to_work, &**clock);
+    let sending = send(&hop, outgoing, done, &**clock);
+    let step = Arc::new(Step { shared, hop: hop.clone(), matrix, clock: clock.clone() });
     let working = work(&step, arrived, to_send, workers, &since);
-    let (in_bytes, (first, waited_us), out_bytes) = tokio::try_join!(receiving, working, sending)?;
-    let span_us = (first, since());
-    Ok(HopReport { hop: number, in_bytes, out_bytes, span_us, waited_us })
+    let (in_bytes, account, out_bytes) = tokio::try_join!(receiving, working, sending)?;
+    let Account { first_us, times, chunks, .. } = account;
+    let span_us = (first_us.unwrap_or_else(since), since());
+    let work = HopWork { in_bytes, out_bytes, span_us, times, chunks };
+    Ok(HopReport { hop: number, work })
 }
 
 /// Reads the grains of all incoming streams, in the order of the inputs; how many bytes they were.
@@ -341,44 +278,45 @@ async fn receive(
     Ok(in_bytes)
 }
 
-/// Multiplies and stores what has arrived. Answers with when it began, and how long it waited for input, worked, and waited for room.
+/// Multiplies and stores what has arrived.
 async fn work(
     step: &Arc<Step>,
     mut arrived: mpsc::Receiver<Vec<Bytes>>,
     to_send: mpsc::Sender<Vec<Bytes>>,
     workers: &Workers,
     since: &impl Fn() -> u64,
-) -> Result<(u64, (u64, u64, u64)), HopError> {
-    let (mut grain, mut first, mut waited) = (step.hop.grains.0, None, (0, 0, 0));
+) -> Result<Account, HopError> {
+    let mut account = Account::new(step.hop.grains);
+    let mut grain = step.hop.grains.0;
     loop {
         let waits_from = since();
         let mut batch = Vec::new();
         let count = arrived.recv_many(&mut batch, BATCH_GRAINS).await as u64;
         if count == 0 {
-            break;
+            return Ok(account);
         }
         let works_from = since();
-        first.get_or_insert(works_from);
         let job = step.clone();
-        let results = workers.run(move || job.run_all(grain, batch)).await??;
+        let (results, spent) = workers.run(move || job.run_all(grain, batch)).await??;
+        let worked = since();
+        let (grains, at_us) = ((grain, grain + count), [waits_from, works_from, worked]);
+        account.add(Batch { grains, at_us, spent });
         grain += count;
         let mut extents = Vec::new();
-        let worked = since();
         for Done { sent, extents: whole } in results {
             extents.extend(whole);
+            // Closed only by sending that failed, and that failure is the hop's.
             if to_send.send(sent).await.is_err() {
-                return Ok((works_from, waited));
+                return Ok(account);
             }
         }
-        waited.2 += since() - worked;
         let proves_from = since();
+        account.times.downstream_us += proves_from - worked;
         for (piece, extent) in extents {
             step.shared.prove(piece, extent, workers).await?;
         }
-        waited.0 += works_from - waits_from;
-        waited.1 += worked - works_from + (since() - proves_from);
+        account.times.disk_us += since() - proves_from;
     }
-    Ok((first.unwrap_or_else(since), waited))
 }
 
 /// Sends what comes out, and ends the streams; how many bytes it was.

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::hop::HopError;
+use super::hop_error::HopError;
 use crate::gf::{Fingerprint, FingerprintKey, GfError};
 use crate::store::disk::AlignedBuffer;
 use crate::store::{Extent, PieceWriter, Stored};

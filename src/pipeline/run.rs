@@ -14,8 +14,9 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::hop::{
-    HopError, Incoming, Outgoing, Shared, Streams, hop_bytes, moved, run_hop, stream_in, stream_out,
+    Incoming, Outgoing, Shared, Streams, hop_bytes, moved, run_hop, stream_in, stream_out,
 };
+use super::hop_error::HopError;
 use super::piece_slot::{PieceSlot, ReadBack};
 use crate::budget::{Budget, Reservation};
 use crate::clock::{Clock, deadline};
@@ -306,7 +307,7 @@ impl Runs {
                 let number = number as u32;
                 let hop_error = |source| RunError::Hop { hop: number, source };
                 let streams = self.connect(&order.run, hop, arriving).await.map_err(hop_error)?;
-                run_hop(shared, number, hop.clone(), streams, &self.workers, &*self.clock, began)
+                run_hop(shared, number, hop.clone(), streams, &self.workers, &self.clock, began)
                     .await
                     .map_err(hop_error)
             }

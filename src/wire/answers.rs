@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::NodeAddress;
 #[cfg(doc)]
 use super::calls::*;
+use super::order::HopWork;
 use crate::code::CodeId;
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
@@ -228,14 +229,8 @@ pub struct HopView {
     pub node: PeerName,
     /// Pieces that it stored.
     pub pieces: Vec<u8>,
-    /// Payload bytes received.
-    pub in_bytes: u64,
-    /// Payload bytes sent.
-    pub out_bytes: u64,
-    /// Microseconds from the run's start: first grain begun, last grain done.
-    pub span_us: (u64, u64),
-    /// Microseconds: waiting for upstream, computing and storing, waiting for downstream.
-    pub waited_us: (u64, u64, u64),
+    /// What it did.
+    pub work: HopWork,
 }
 
 /// Answer to [`Remove`].

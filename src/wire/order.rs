@@ -95,14 +95,47 @@ pub struct PieceProof {
 pub struct HopReport {
     /// Place of the hop in the order.
     pub hop: u32,
+    /// What it did.
+    pub work: HopWork,
+}
+
+/// What a hop did, and what its time went into.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HopWork {
     /// Payload bytes received over streams.
     pub in_bytes: u64,
     /// Payload bytes sent over streams.
     pub out_bytes: u64,
     /// Microseconds since the node took the order: first grain begun, last grain done.
     pub span_us: (u64, u64),
-    /// Microseconds spent waiting for upstream, computing and storing, waiting for downstream.
-    pub waited_us: (u64, u64, u64),
+    /// Where the time between went.
+    pub times: HopTimes,
+    /// When it worked on which grains, in order: a sample of at most 64.
+    pub chunks: Vec<ChunkTimes>,
+}
+
+/// Microseconds of a hop. Receiving, working and sending go on side by side: these are the worker's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HopTimes {
+    /// Waiting for input.
+    pub upstream_us: u64,
+    /// Waiting for a thread and a processor.
+    pub queued_us: u64,
+    /// Fingerprints and products.
+    pub computed_us: u64,
+    /// Reading blocks, hashing and writing pieces, and waiting for what is written to be proven.
+    pub disk_us: u64,
+    /// Waiting for room towards the next hop.
+    pub downstream_us: u64,
+}
+
+/// Some neighbouring grains that a hop worked on at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkTimes {
+    /// The first, and one past the last.
+    pub grains: (u64, u64),
+    /// Microseconds since the node took the order: begun, done.
+    pub span_us: (u64, u64),
 }
 
 /// How a node's part went.

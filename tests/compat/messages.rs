@@ -7,7 +7,8 @@ use rapidraid::kind::Kind;
 use rapidraid::plan::{Input, Output};
 use rapidraid::wire::calls::*;
 use rapidraid::wire::order::{
-    Codec, HopOrder, HopReport, InputOrder, Order, OutputOrder, PieceProof, RunReport,
+    ChunkTimes, Codec, HopOrder, HopReport, HopTimes, HopWork, InputOrder, Order, OutputOrder,
+    PieceProof, RunReport,
 };
 use rapidraid::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 use rapidraid::wire::{
@@ -100,14 +101,25 @@ fn order() -> Order {
     }
 }
 
-fn run_report() -> RunReport {
-    let hop = HopReport {
-        hop: 0,
-        in_bytes: 50_048,
-        out_bytes: 50_048,
-        span_us: (10, 20_000),
-        waited_us: (300, 400, 500),
+fn hop_work() -> HopWork {
+    let times = HopTimes {
+        upstream_us: 300,
+        queued_us: 1,
+        computed_us: 400,
+        disk_us: 2,
+        downstream_us: 500,
     };
+    HopWork {
+        in_bytes: 50_048,
+        out_bytes: 50_049,
+        span_us: (10, 20_000),
+        times,
+        chunks: vec![ChunkTimes { grains: (0, 3), span_us: (11, 130) }],
+    }
+}
+
+fn run_report() -> RunReport {
+    let hop = HopReport { hop: 0, work: hop_work() };
     let proof = |piece, kept_block| PieceProof {
         piece,
         kept_block,
@@ -126,14 +138,7 @@ fn step_view() -> StepView {
 }
 
 fn archive_events(calls: &mut Calls) {
-    let hop = HopView {
-        node: "node-1".parse().unwrap(),
-        pieces: vec![0, 3],
-        in_bytes: 1,
-        out_bytes: 2,
-        span_us: (3, 4),
-        waited_us: (5, 6, 7),
-    };
+    let hop = HopView { node: "node-1".parse().unwrap(), pieces: vec![0, 3], work: hop_work() };
     let report = StripeReport {
         stripe: stripe(),
         code: CODE,

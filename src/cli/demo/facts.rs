@@ -33,21 +33,21 @@ pub fn check_model(reports: &[StripeReport], n: usize) -> Result<Vec<HopSum>, Fa
         }
         for (at, hop) in report.hops.iter().enumerate() {
             let expected = (if at == 0 { 0 } else { block }, if at + 1 == n { 0 } else { block });
-            if (hop.in_bytes, hop.out_bytes) != expected {
+            if (hop.work.in_bytes, hop.work.out_bytes) != expected {
                 return Err(wrong(format!(
                     "{} received {} and sent {}, expected {} and {}",
-                    hop.node, hop.in_bytes, hop.out_bytes, expected.0, expected.1
+                    hop.node, hop.work.in_bytes, hop.work.out_bytes, expected.0, expected.1
                 )));
             }
             match sums.get_mut(at) {
                 Some(sum) => {
-                    sum.in_bytes += hop.in_bytes;
-                    sum.out_bytes += hop.out_bytes;
+                    sum.in_bytes += hop.work.in_bytes;
+                    sum.out_bytes += hop.work.out_bytes;
                 }
                 None => sums.push(HopSum {
                     node: hop.node.to_string(),
-                    in_bytes: hop.in_bytes,
-                    out_bytes: hop.out_bytes,
+                    in_bytes: hop.work.in_bytes,
+                    out_bytes: hop.work.out_bytes,
                 }),
             }
         }
@@ -76,10 +76,10 @@ pub fn stops(report: &StripeReport) -> Vec<Stop> {
 pub fn spans(report: &StripeReport) -> Vec<HopSpan> {
     let span = |hop: &crate::wire::calls::HopView| HopSpan {
         node: hop.node.to_string(),
-        start_ms: hop.span_us.0 / 1000,
-        end_ms: hop.span_us.1.div_ceil(1000),
-        in_bytes: hop.in_bytes,
-        out_bytes: hop.out_bytes,
+        start_ms: hop.work.span_us.0 / 1000,
+        end_ms: hop.work.span_us.1.div_ceil(1000),
+        in_bytes: hop.work.in_bytes,
+        out_bytes: hop.work.out_bytes,
     };
     report.hops.iter().map(span).collect()
 }
@@ -94,15 +94,18 @@ mod tests {
     use super::*;
     use crate::id::{ShardId, StripeId};
     use crate::wire::calls::HopView;
+    use crate::wire::order::HopWork;
 
     fn report(traffic: &[(u64, u64)]) -> StripeReport {
         let hop = |(at, (in_bytes, out_bytes)): (usize, &(u64, u64))| HopView {
             node: format!("node-{at}").parse().unwrap(),
             pieces: vec![at as u8],
-            in_bytes: *in_bytes,
-            out_bytes: *out_bytes,
-            span_us: (1999, 2001),
-            waited_us: (0, 0, 0),
+            work: HopWork {
+                in_bytes: *in_bytes,
+                out_bytes: *out_bytes,
+                span_us: (1999, 2001),
+                ..HopWork::default()
+            },
         };
         StripeReport {
             stripe: StripeId { shard: ShardId([0; 16]), index: 0 },

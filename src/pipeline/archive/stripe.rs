@@ -478,14 +478,7 @@ fn hop_views(plan: &Plan, reports: &[(NodeId, RunReport)], directory: &Directory
             Output::Store(piece) => Some(*piece),
             _ => None,
         });
-        views.push(HopView {
-            node: name,
-            pieces: pieces.collect(),
-            in_bytes: report.in_bytes,
-            out_bytes: report.out_bytes,
-            span_us: report.span_us,
-            waited_us: report.waited_us,
-        });
+        views.push(HopView { node: name, pieces: pieces.collect(), work: report.work.clone() });
     }
     views
 }

@@ -4,7 +4,7 @@ use super::ADMISSION_LIMIT;
 use crate::budget::BudgetError;
 use crate::id::NodeId;
 use crate::kind::Kind;
-use crate::pipeline::hop::HopError;
+use crate::pipeline::hop_error::HopError;
 use crate::store::StoreError;
 use crate::workers::WorkerDied;
 

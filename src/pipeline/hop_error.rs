@@ -1,0 +1,88 @@
+//! What ends a hop early.
+
+use std::time::Duration;
+
+use crate::code::CodeError;
+use crate::gf::GfError;
+use crate::kind::Kind;
+use crate::net::NetError;
+use crate::plan::{Input, StreamNo};
+use crate::store::StoreError;
+use crate::workers::WorkerDied;
+
+/// A hop that does not move for so long is ended.
+pub const STALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// Why a hop ended early.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HopError {
+    /// An input is not what the plan says it must be.
+    #[error(
+        "{input:?} is corrupt in grain {grain}: its fingerprint is not the one that follows from the save"
+    )]
+    Corrupt {
+        /// Which input.
+        input: Input,
+        /// The grain.
+        grain: u64,
+    },
+    /// The node before this one failed.
+    #[error("stream {stream} from {node}: {source}")]
+    Upstream {
+        /// The stream.
+        stream: StreamNo,
+        /// The node.
+        node: String,
+        /// What happened.
+        source: NetError,
+    },
+    /// The node after this one failed.
+    #[error("stream {stream} to {node}: {source}")]
+    Downstream {
+        /// The stream.
+        stream: StreamNo,
+        /// The node.
+        node: String,
+        /// What happened.
+        source: NetError,
+    },
+    /// Nothing moved.
+    #[error("no progress for {STALL_LIMIT:?}: waiting for {waiting_for}")]
+    Stalled {
+        /// The neighbour.
+        waiting_for: String,
+    },
+    /// The order does not fit together.
+    #[error("the order is wrong: {what}")]
+    Order {
+        /// What does not fit.
+        what: &'static str,
+    },
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The arithmetic refused.
+    #[error(transparent)]
+    Field(#[from] GfError),
+    /// The classical codec refused.
+    #[error(transparent)]
+    Code(#[from] CodeError),
+    /// The worker died.
+    #[error(transparent)]
+    Worker(#[from] WorkerDied),
+}
+
+impl HopError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            HopError::Corrupt { .. } => Kind::Corrupt,
+            HopError::Upstream { .. } | HopError::Downstream { .. } => Kind::Unavailable,
+            HopError::Stalled { .. } => Kind::Timeout,
+            HopError::Order { .. } => Kind::Invalid,
+            HopError::Store(error) => error.kind(),
+            HopError::Field(_) | HopError::Code(_) | HopError::Worker(_) => Kind::Internal,
+        }
+    }
+}

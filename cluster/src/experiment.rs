@@ -33,6 +33,9 @@ pub struct Experiment {
     pub rounds: u32,
     /// What is compared, all of one kind.
     pub arms: Vec<Arm>,
+    /// Whether the hops of the first round are drawn over time.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub trace: bool,
     /// The conditions that hold at every point.
     #[serde(default)]
     pub setting: Setting,

@@ -4,6 +4,7 @@
 
 mod daemons;
 mod experiment;
+mod hops;
 mod hosts;
 mod model;
 mod numbers;
@@ -180,9 +181,7 @@ fn run(options: &Run) -> Result<()> {
             .with_context(|| format!("at the point {:?}", at.label))?;
     }
     bar.finish_and_clear();
-    let drawn = path.with_extension("svg");
-    std::fs::write(&drawn, picture::draw(&record))
-        .with_context(|| format!("cannot write {}", drawn.display()))?;
+    let drawn = draw(&record, &path)?;
     match options.print {
         Print::Tables => {
             println!("{}\n\n{}", experiment.question, report::tables(&record));
@@ -217,9 +216,16 @@ fn check(file: &Path) -> Result<()> {
 fn show(file: &Path) -> Result<()> {
     let record = Record::read(file)?;
     println!("{}\n\n{}", record.experiment.question, report::tables(&record));
+    draw(&record, file)?;
+    Ok(())
+}
+
+/// Draws a record beside its file: the runs, or the hops of the traced ones.
+fn draw(record: &Record, file: &Path) -> Result<PathBuf> {
     let drawn = file.with_extension("svg");
-    std::fs::write(&drawn, picture::draw(&record))
-        .with_context(|| format!("cannot write {}", drawn.display()))
+    let picture = hops::draw(record).unwrap_or_else(|| picture::draw(record));
+    std::fs::write(&drawn, picture).with_context(|| format!("cannot write {}", drawn.display()))?;
+    Ok(drawn)
 }
 
 fn clean(work: Option<&Path>) -> Result<()> {

@@ -112,7 +112,7 @@ pub fn draw(record: &Record) -> String {
                     y + BAR - 4.0
                 );
             }
-            let ratio = row.ratio.map(|ratio| format!("  {:.2}x {first}", ratio.median));
+            let ratio = row.ratio.map(|ratio| format!(", {:.2}x {first}", ratio.median));
             let _ = writeln!(
                 out,
                 "<text x=\"{:.1}\" y=\"{:.1}\">{:.2}{}</text>",
@@ -141,7 +141,8 @@ fn label(value: f64, step: f64) -> String {
     format!("{value:.digits$}")
 }
 
-fn escape(text: &str) -> String {
+/// Text as XML has it.
+pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 

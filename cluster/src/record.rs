@@ -92,6 +92,8 @@ pub struct RunRecord {
 
 /// The note of a run that says which node was stopped, and when.
 pub const STOPPED: &str = "stopped";
+/// The note of a run that has the trace of its hops, as `archive --trace` writes it.
+pub const TRACE: &str = "trace";
 
 impl RunRecord {
     /// Whether it was to go on with a node stopped, and ended before one was.
@@ -115,10 +117,12 @@ impl Record {
         Ok(record)
     }
 
-    /// Writes it in place of an earlier one.
+    /// Writes it in place of an earlier one, which stays when this fails.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)? + "\n";
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+        let new = path.with_extension("json.new");
+        std::fs::write(&new, text).with_context(|| format!("cannot write {}", new.display()))?;
+        std::fs::rename(&new, path).with_context(|| format!("cannot write {}", path.display()))
     }
 }
 

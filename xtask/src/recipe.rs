@@ -130,7 +130,7 @@ impl Run {
             Err(why) => self.skip(&format!("experiments on network namespaces: {why}")),
         }
         for on in hosts {
-            for name in ["one-shard", "restore"] {
+            for name in ["one-shard", "restore", "trace"] {
                 let file = format!("cluster/experiments/{name}.toml");
                 let run = ["run", "--locked", "-q", "-p", "rapidraid-cluster", "--", "run", &file];
                 let rest = ["--short", "--out", &out];

@@ -5,17 +5,27 @@ use serde_json::{Value, json};
 
 use super::{MOVE_LIMIT, Meter, Stage, number};
 use crate::experiment::Arm;
-use crate::record::RunRecord;
+use crate::record::{RunRecord, TRACE};
 
 /// The phases of a stripe, as the program reports them.
 const PHASES: [&str; 4] = ["reserve_us", "run_us", "commit_us", "drop_us"];
 
 /// Plays one.
-pub fn run(stage: &mut Stage<'_>, arm: Arm, plan: &str, round: u32) -> Result<RunRecord> {
+pub fn run(
+    stage: &mut Stage<'_>,
+    arm: Arm,
+    plan: &str,
+    round: u32,
+    is_traced: bool,
+) -> Result<RunRecord> {
     let step = stage.save()?;
     let parallel = stage.at.shards.to_string();
     let meter = Meter::start(&stage.daemons)?;
-    let archive = ["archive", &step, "--plan", plan, "--parallel", &parallel];
+    let mut archive = vec!["archive", &step, "--plan", plan, "--parallel", &parallel];
+    let trace = format!("{}.trace", stage.data);
+    if is_traced {
+        archive.extend(["--trace", &trace]);
+    }
     let done = stage.daemons.client(&archive, MOVE_LIMIT)?;
     let command_s = number(&done, "seconds")?;
     let stripes = done["reports"].as_array().context("its JSON has no reports")?;
@@ -37,6 +47,13 @@ pub fn run(stage: &mut Stage<'_>, arm: Arm, plan: &str, round: u32) -> Result<Ru
     let mut run = meter.stop(&stage.daemons, (round, arm), (seconds, command_s))?;
     run.phases_s = phases_s;
     run.notes = waits(stripes);
+    if is_traced {
+        let client = stage.at.nodes as usize;
+        let text = stage.daemons.on(client, "cat", &[&trace])?;
+        stage.daemons.on(client, "rm", &[&trace])?;
+        let hops = serde_json::from_str(&text).context("the trace is no JSON")?;
+        run.notes.insert(TRACE.to_owned(), hops);
+    }
     if round == 0 {
         // Once an arm: every byte of every piece is read and checked.
         stage.daemons.client(&["verify", &step], MOVE_LIMIT)?;
@@ -46,11 +63,13 @@ pub fn run(stage: &mut Stage<'_>, arm: Arm, plan: &str, round: u32) -> Result<Ru
     Ok(run)
 }
 
-/// What hops waited for, in seconds, summed over all of them.
+/// What hops did and waited for, in seconds, summed over all of them.
 fn waits(stripes: &[Value]) -> std::collections::BTreeMap<String, Value> {
     let names = [
         ("waited_upstream_us", "hops_waited_upstream_s"),
-        ("worked_us", "hops_worked_s"),
+        ("queued_us", "hops_queued_s"),
+        ("computed_us", "hops_computed_s"),
+        ("disk_us", "hops_disk_s"),
         ("waited_downstream_us", "hops_waited_downstream_s"),
     ];
     let hops = || stripes.iter().filter_map(|stripe| stripe["hops"].as_array()).flatten();

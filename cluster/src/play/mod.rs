@@ -69,7 +69,10 @@ pub fn point(
             // Another arm goes first each round: what follows a certain arm follows every arm.
             let arm = experiment.arms[(turn + round as usize) % count];
             let run = match arm.plan() {
-                Some(plan) => archive::run(&mut stage, arm, plan, round),
+                Some(plan) => {
+                    let is_traced = experiment.trace && round == 0;
+                    archive::run(&mut stage, arm, plan, round, is_traced)
+                }
                 None => {
                     if restores.is_none() {
                         restores = Some(restore::Kept::save(&mut stage, &experiment.arms)?);

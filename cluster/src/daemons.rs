@@ -95,6 +95,8 @@ impl<'a> Daemons<'a> {
     pub fn revive(&mut self, nodes: &[HostNo]) -> Result<()> {
         for &node in nodes {
             let folder = self.folders[node].to_string_lossy().into_owned();
+            // What an earlier daemon wrote there would be taken for this one's.
+            self.on(node, "rm", &["-f", &format!("{folder}/log"), &format!("{folder}/pid")])?;
             let program = self.hosts.program();
             let mut command =
                 self.hosts.command(node, "sh", &["-c", START, "sh", &folder, program]);

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use rapidraid::catalogue::records::{Archiving, parse};
-use rapidraid::client::Client;
+use rapidraid::client::{ArchiveReport, Client};
 use rapidraid::format::file::FileName;
 use rapidraid::format::records::{
     Checkpoint, PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState, Writing,
 };
 use rapidraid::id::{SaveId, Step, StripeId};
+use rapidraid::kind::Kind;
 use rapidraid::store::{Kv, Scope, Store};
 use rapidraid::wire::calls::PlanChoice;
 
@@ -117,14 +118,26 @@ impl World {
             .collect()
     }
 
+    /// Archives a step; a successor may be at it still, and has its lease's time to end.
+    async fn archived_by_then(&self, client: &Client, step: Step) -> ArchiveReport {
+        let end = tokio::time::Instant::now() + 8 * self.lease;
+        loop {
+            let chain = options(PlanChoice::Chain);
+            match client.archive(&job(), Some(step), chain, &mut |_| ()).await {
+                Err(error) if error.kind() == Kind::Exists && tokio::time::Instant::now() < end => {
+                    tokio::time::sleep(self.lease / 4).await;
+                }
+                archived => return archived.unwrap(),
+            }
+        }
+    }
+
     /// Archives what is committed, now that everybody is there, and checks that nothing but the pieces stays. Where a file has
     /// `rotted` a piece may be gone, and replicas stay for it: nothing makes pieces again.
     pub async fn assert_archivable(&self, client: &Client, ledger: &mut Ledger, rotted: bool) {
         let listed = client.list(None).await.unwrap();
         for view in &listed {
-            let chain = options(PlanChoice::Chain);
-            let archived =
-                client.archive(&job(), Some(view.step), chain, &mut |_| ()).await.unwrap();
+            let archived = self.archived_by_then(client, view.step).await;
             assert!(archived.undropped == 0 || rotted, "step {}: {archived:?}", view.step);
             let held = self.assert_invariant(client, view.step.0).await;
             assert_eq!(held.archived, held.stripes, "step {}", view.step);

@@ -16,7 +16,7 @@ mod stop;
 mod text;
 mod work;
 
-use std::io::IsTerminal as _;
+use std::io::{ErrorKind, IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -184,21 +184,21 @@ fn run(options: &Run) -> Result<()> {
     let drawn = draw(&record, &path)?;
     match options.print {
         Print::Tables => {
-            println!("{}\n\n{}", experiment.question, report::tables(&record));
-            println!("{} has every run, {} the picture", path.display(), drawn.display());
+            say(format_args!("{}\n\n{}", experiment.question, report::tables(&record)))?;
+            say(format_args!("{} has every run, {} the picture", path.display(), drawn.display()))?;
         }
-        Print::Json => println!("{}", serde_json::to_string(&record)?),
+        Print::Json => say(serde_json::to_string(&record)?)?,
     }
     Ok(())
 }
 
 fn check(file: &Path) -> Result<()> {
     let experiment = Experiment::read(file, false)?;
-    println!("{}: {}", experiment.name, experiment.question);
+    say(format_args!("{}: {}", experiment.name, experiment.question))?;
     let arms: Vec<&str> = experiment.arms.iter().map(|arm| arm.word()).collect();
     for at in experiment.conditions(false)? {
         let rate = at.rate_mbit.map_or("unshaped".to_owned(), |rate| format!("{rate} Mbit/s"));
-        println!(
+        say(format_args!(
             "  {}: {} rounds of {} on {} nodes, ({},{}), {} shards of one stripe, blocks of {} bytes, {rate}",
             at.label,
             experiment.rounds,
@@ -208,14 +208,14 @@ fn check(file: &Path) -> Result<()> {
             at.k,
             at.shards,
             at.block_bytes
-        );
+        ))?;
     }
     Ok(())
 }
 
 fn show(file: &Path) -> Result<()> {
     let record = Record::read(file)?;
-    println!("{}\n\n{}", record.experiment.question, report::tables(&record));
+    say(format_args!("{}\n\n{}", record.experiment.question, report::tables(&record)))?;
     draw(&record, file)?;
     Ok(())
 }
@@ -231,7 +231,7 @@ fn draw(record: &Record, file: &Path) -> Result<PathBuf> {
 fn clean(work: Option<&Path>) -> Result<()> {
     work::remove_leftovers(&work_parent(work))?;
     let removed = netns::remove_leftovers()?;
-    println!("removed {removed} namespaces of runs that are no more");
+    say(format_args!("removed {removed} namespaces of runs that are no more"))?;
     Ok(())
 }
 
@@ -244,6 +244,14 @@ fn version(stop: &Stop) -> Result<String> {
             format!("{}: cargo build --release, or set RAPIDRAID", program.display())
         })?;
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// A line, or some, on stdout. A reader that has left, as `head` does, is no error.
+fn say(text: impl std::fmt::Display) -> Result<()> {
+    match writeln!(std::io::stdout(), "{text}") {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        said => said.context("cannot write to stdout"),
+    }
 }
 
 /// On a terminal only, on stderr.

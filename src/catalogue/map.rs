@@ -257,6 +257,8 @@ mod tests {
         let (sum, map) = copy("").await;
         assert_eq!(sum, held);
         old.hand_over(sum).await.unwrap();
+        // Not because it still holds still for the copy.
+        tokio::time::sleep(std::time::Duration::from_secs(11)).await;
         assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Busy);
         // Revisions go on: what was read before the move fits after it, and no number comes twice.
         let new = open(map.finish(Epoch(2), MapId([3; 16])).unwrap());

@@ -277,16 +277,19 @@ async fn a_clients_word_does_not_raise_the_epoch() {
     let node = world.node_address(2);
     let begun = client.begin(&node, 9).await.unwrap();
     let bytes = content(1000, 1);
-    let generation = Generation { epoch: Epoch(u64::MAX), counter: 0 };
-    let call = PutBlock { generation, ..block_call(&begun, 1000) };
-    client.put_block(&node, &call, &bytes).await.unwrap_err();
-    let call = PutRecord {
-        shard: call.stripe.shard,
-        record: RecordName::Leaves,
-        generation,
-        bytes: vec![],
-    };
-    client.ask(&node, &call).await.unwrap_err();
+    // One that has not begun, and one that no message can have.
+    for epoch in [Epoch(2), Epoch(u64::MAX)] {
+        let generation = Generation { epoch, counter: 0 };
+        let call = PutBlock { generation, ..block_call(&begun, 1000) };
+        client.put_block(&node, &call, &bytes).await.unwrap_err();
+        let call = PutRecord {
+            shard: call.stripe.shard,
+            record: RecordName::Leaves,
+            generation,
+            bytes: vec![],
+        };
+        client.ask(&node, &call).await.unwrap_err();
+    }
     assert_eq!(client.ask(&node, &Hello { me: None }).await.unwrap().epoch, Epoch(1));
     save(&world.client(), 3, &[("weights", &content(300_000, 3))]).await;
     let archive = world.client();

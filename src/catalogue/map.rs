@@ -148,7 +148,7 @@ mod tests {
     use super::*;
     use crate::catalogue::local::LocalCatalogue;
     use crate::catalogue::{Catalogue, SetOutcome};
-    use crate::clock::SystemClock;
+    use crate::clock::{Clock, SystemClock};
     use crate::entropy::SeededEntropy;
     use crate::kind::Kind;
     use crate::store::MemoryKv;
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(sum, held);
         old.hand_over(sum).await.unwrap();
         // Not because it still holds still for the copy.
-        tokio::time::sleep(std::time::Duration::from_secs(11)).await;
+        SystemClock::new().sleep(std::time::Duration::from_secs(11)).await;
         assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Busy);
         // Revisions go on: what was read before the move fits after it, and no number comes twice.
         let new = open(map.finish(Epoch(2), MapId([3; 16])).unwrap());

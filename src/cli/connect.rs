@@ -115,7 +115,7 @@ pub async fn client_beside(
         "start the daemons (`rapidraid node --config ...`), or correct `seeds` in {}",
         file.display()
     );
-    let connecting = Client::connect(&identity, seeds);
+    let connecting = Client::connect_by(&identity, seeds, config.congestion);
     match deadline(&*SystemClock::new(), CONNECT_LIMIT, connecting).await {
         Ok(Ok(client)) => Ok(client),
         Ok(Err(error)) if error.kind().is_transient() => {

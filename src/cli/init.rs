@@ -146,7 +146,7 @@ fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, Failure> {
         NodeConfig::parse(sources).map_err(refused)?;
         texts.push(Text { role: Role::Node, name: node.name.clone(), file, text });
     }
-    let (text, file) = (client_text(cluster), cluster.client_config());
+    let (text, file) = (client_text(cluster, set), cluster.client_config());
     let sources = Sources { file: &file, text: &text, env: &nothing, options: &nothing };
     let client = ClientConfig::parse(sources).map_err(refused)?;
     texts.push(Text { role: Role::Client, name: client.membership.name, file, text });
@@ -224,14 +224,22 @@ fn node_text(cluster: &NewCluster, at: usize, set: &[Setting]) -> String {
     out
 }
 
-fn client_text(cluster: &NewCluster) -> String {
-    format!(
+/// A client shares the settings of the network with the nodes.
+fn client_text(cluster: &NewCluster, set: &[Setting]) -> String {
+    let mut out = format!(
         "# A client of a rapidraid cluster. docs/configuration.md has every setting.\n\
          cluster = {}\nname = {}\nseeds = {}\n",
         quoted(&cluster.cluster.to_string()),
         quoted(CLIENT),
         seeds(cluster, None)
-    )
+    );
+    let shared = set.iter().filter_map(|s| Some((s.key.strip_prefix("network.")?, toml_value(s))));
+    for (at, (name, value)) in shared.enumerate() {
+        let head = if at == 0 { "\n[network]\n" } else { "" };
+        // Writing to a string does not fail.
+        let _ = writeln!(out, "{head}{name} = {value}");
+    }
+    out
 }
 
 /// Where a node listens that others reach at `address`: on all interfaces, but a loopback address stays one.
@@ -304,6 +312,7 @@ impl Answer for NewCluster {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Congestion;
 
     fn nodes(words: &[&str]) -> Vec<NewNode> {
         words.iter().map(|word| word.parse().unwrap()).collect()
@@ -324,6 +333,7 @@ mod tests {
             "memory=128MiB",
             "code.list=6,4 4,2",
             "timeouts.lease_s=3",
+            "network.congestion=bbr",
             "policy.keep_newest=5",
             "policy.archive_all_but=never",
         ]
@@ -346,6 +356,7 @@ mod tests {
                 (config.memory_bytes, config.codes.len(), config.timeouts.lease.as_secs()),
                 (128 << 20, 2, 3)
             );
+            assert_eq!(config.congestion, Congestion::Bbr);
             let rule = config.policy.rule;
             assert_eq!((rule.archive_all_but, rule.keep_newest), (None, Some(5)));
             assert_eq!(config.serve_catalogue, node.name.as_str() == "a");
@@ -357,6 +368,8 @@ mod tests {
             let mode = std::fs::metadata(&config.membership.key).unwrap().mode();
             assert_eq!(mode & 0o777, 0o600);
         }
+        let text = files::read_text(&cluster.client_config(), 1 << 20).unwrap();
+        assert!(text.ends_with("\n[network]\ncongestion = \"bbr\"\n"), "{text}");
         let listens: Vec<String> = cluster.nodes.iter().map(|node| listen(&node.address)).collect();
         assert_eq!(listens, ["127.0.0.1:7001", "0.0.0.0:7002", "[::]:7003", "0.0.0.0:7004"]);
         let again = create(&dir, &nodes(&words), &[]).err().unwrap();
@@ -380,5 +393,6 @@ mod tests {
         refused(&two, "memroy=1GiB");
         refused(&two, "memory=1MiB");
         refused(&two, "timeouts.lease_s=x");
+        refused(&two, "network.congestion=reno");
     }
 }

@@ -30,6 +30,7 @@ pub use restore::{RestoreReport, RestoreRequest};
 pub use save::{NewShard, SaveOptions, SaveReport};
 
 use crate::clock::{Clock, SystemClock};
+use crate::config::Congestion;
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{ClusterId, Epoch, Job, PeerName, Step};
@@ -133,11 +134,12 @@ struct Inner {
 }
 
 /// A restore reads up to four files from one node at once, a window each: all of them fit into the connection's.
-fn limits() -> TransportLimits {
+fn limits(congestion: Congestion) -> TransportLimits {
     TransportLimits {
         stream_window_bytes: STREAM_WINDOW_BYTES as u32,
         connection_window_bytes: 4 << 20,
         send_window_bytes: 2 << 20,
+        congestion,
         ..TransportLimits::default()
     }
 }
@@ -145,8 +147,18 @@ fn limits() -> TransportLimits {
 impl Client {
     /// Connects to a cluster as `identity`; `seeds` are HOST:PORT of some of its daemons.
     pub async fn connect(identity: &Identity, seeds: Vec<String>) -> Result<Self, ClientError> {
+        Self::connect_by(identity, seeds, Congestion::default()).await
+    }
+
+    /// The same over a link of which one knows how it loses packets.
+    pub async fn connect_by(
+        identity: &Identity,
+        seeds: Vec<String>,
+        congestion: Congestion,
+    ) -> Result<Self, ClientError> {
         let clock = SystemClock::new();
-        let transport = QuicTransport::connect_only(identity, &limits(), clock.clone()).await?;
+        let limits = limits(congestion);
+        let transport = QuicTransport::connect_only(identity, &limits, clock.clone()).await?;
         let (transport, entropy) = (Arc::new(transport), Arc::new(SystemEntropy));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = Workers::new(cores.clamp(MIN_WORKERS, MAX_WORKERS));

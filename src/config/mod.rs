@@ -18,7 +18,7 @@ pub use error::{ConfigError, Place};
 use layers::Layers;
 pub use layers::{MAX_FILE_BYTES, Sources, variable_of};
 pub use policy::{Fate, Policy, Rule};
-pub use value::{CodeShape, HostPort, LogFormat, LogLevel};
+pub use value::{CodeShape, Congestion, HostPort, LogFormat, LogLevel};
 
 use crate::id::{ClusterId, PeerName};
 use crate::units::{DEFAULT_BLOCK_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES, MIB};
@@ -48,6 +48,7 @@ pub const NODE_SETTINGS: &[&str] = &[
     "catalogue.serve",
     "code.list",
     "code.block",
+    "network.congestion",
     "timeouts.lease_s",
     "disk.high_water",
     "policy.archive_all_but",
@@ -60,7 +61,8 @@ pub const JOB_SETTINGS: [&str; 3] =
     ["policy.job.*.archive_all_but", "policy.job.*.keep_newest", "policy.job.*.keep_every"];
 
 /// Every setting of a client's file.
-pub const CLIENT_SETTINGS: &[&str] = &["cluster", "name", "certificate", "key", "ca", "seeds"];
+pub const CLIENT_SETTINGS: &[&str] =
+    &["cluster", "name", "certificate", "key", "ca", "seeds", "network.congestion"];
 
 /// Who this process is, how it proves it, and whom it asks first.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,6 +110,8 @@ pub struct NodeConfig {
     pub codes: Vec<CodeShape>,
     /// The length of a full block, in bytes.
     pub block_bytes: u64,
+    /// How it finds out what its links carry.
+    pub congestion: Congestion,
     /// Time limits.
     pub timeouts: Timeouts,
     /// How full the disk may be for new saves, in percent.
@@ -128,6 +132,8 @@ pub struct Timeouts {
 pub struct ClientConfig {
     /// Cluster, name, certificate, seeds.
     pub membership: Membership,
+    /// How it finds out what its link carries.
+    pub congestion: Congestion,
 }
 
 const SEEDS: &str = "a list of 1 to 64 nodes as HOST:PORT";
@@ -194,6 +200,7 @@ impl NodeConfig {
             block_bytes: layers
                 .get("code.block", block, |v| value::size(v).filter(|bytes| is_block(*bytes)))?
                 .unwrap_or(DEFAULT_BLOCK_BYTES),
+            congestion: congestion(&layers)?,
             timeouts: Timeouts { lease: seconds(&layers, "timeouts.lease_s", DEFAULT_LEASE)? },
             high_water_percent: layers
                 .get("disk.high_water", "a whole number of percent, 1 to 99", |v| {
@@ -210,7 +217,8 @@ impl ClientConfig {
     pub fn parse(sources: Sources<'_>) -> Result<Self, ConfigError> {
         let layers = Layers::parse(sources, "a client", CLIENT_SETTINGS, &[], NODE_SETTINGS)?;
         let seeds = layers.need("seeds", SEEDS, |v| value::seeds(v, 1))?;
-        Ok(Self { membership: Membership::read(&layers, seeds)? })
+        let congestion = congestion(&layers)?;
+        Ok(Self { membership: Membership::read(&layers, seeds)?, congestion })
     }
 
     /// The files in which a client's configuration may be, in the order in which to look; the first that exists is
@@ -241,6 +249,11 @@ fn path(layers: &Layers<'_>, key: &'static str, name: &str) -> Result<PathBuf, C
 
 fn flag(layers: &Layers<'_>, key: &'static str, default: bool) -> Result<bool, ConfigError> {
     Ok(layers.get(key, "true or false", layers::Value::flag)?.unwrap_or(default))
+}
+
+fn congestion(layers: &Layers<'_>) -> Result<Congestion, ConfigError> {
+    let read = |v: &layers::Value| Congestion::parse(v.text()?);
+    Ok(layers.get("network.congestion", "cubic or bbr", read)?.unwrap_or_default())
 }
 
 fn seconds(

@@ -95,6 +95,7 @@ fn mistakes_are_named_with_place_finding_and_expectation() {
         ("[disk]\nhigh_water = 100", "expected a whole number of percent"),
         ("[code]\nlist = [\"11,16\"]", "expected 1 to 8 codes"),
         ("[code]\nlist = [\"255,200\"]", "expected 1 to 8 codes"),
+        ("[network]\ncongestion = \"reno\"", "expected cubic or bbr"),
         (
             "[timeouts]\nlease_s = -1",
             "`timeouts.lease_s` is -1; expected a whole number of seconds",

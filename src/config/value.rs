@@ -131,6 +131,27 @@ impl LogFormat {
     }
 }
 
+/// How a sender finds out what a path carries.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Congestion {
+    /// RFC 9438: takes a lost packet for a full queue, which is right where nothing else loses packets.
+    #[default]
+    Cubic,
+    /// Follows the rate that it measures (BBR version 1): keeps a path at its rate that loses packets at random, and costs more on
+    /// one that does not.
+    Bbr,
+}
+
+impl Congestion {
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        match text {
+            "cubic" => Some(Congestion::Cubic),
+            "bbr" => Some(Congestion::Bbr),
+            _ => None,
+        }
+    }
+}
+
 /// A size: text with a unit, or a plain number of bytes.
 pub(super) fn size(value: &Value) -> Option<u64> {
     match value {

@@ -9,7 +9,7 @@ use super::{Node, NodeParts, NodeSettings, archive_share_bytes, save_share_bytes
 use crate::catalogue::CatalogueError;
 use crate::clock::SystemClock;
 use crate::code::table;
-use crate::config::NodeConfig;
+use crate::config::{Congestion, NodeConfig};
 use crate::entropy::SystemEntropy;
 use crate::kind::Kind;
 use crate::net::NetError;
@@ -103,7 +103,7 @@ pub struct Daemon {
 
 /// All streams that the budget can admit, should they come from one node, fit into the windows and the number of streams of
 /// its connection: a stream that stands because its hop waits takes nothing that another needs.
-fn limits(memory_bytes: u64) -> TransportLimits {
+fn limits(memory_bytes: u64, congestion: Congestion) -> TransportLimits {
     let admitted_bytes = archive_share_bytes(memory_bytes) + save_share_bytes(memory_bytes);
     let window_bytes = admitted_bytes + CONTROL_WINDOW_BYTES;
     let streams = archive_share_bytes(memory_bytes) / STREAM_WINDOW_BYTES + SPARE_STREAMS;
@@ -112,6 +112,7 @@ fn limits(memory_bytes: u64) -> TransportLimits {
         connection_window_bytes: u32::try_from(window_bytes).unwrap_or(u32::MAX),
         send_window_bytes: 4 << 20,
         max_uni_streams: u32::try_from(streams).unwrap_or(u32::MAX),
+        congestion,
         ..TransportLimits::default()
     }
 }
@@ -150,7 +151,7 @@ impl Daemon {
         let transport = QuicTransport::listen(
             config.listen,
             &identity,
-            &limits(config.memory_bytes),
+            &limits(config.memory_bytes, config.congestion),
             clock.clone(),
         )
         .await?;

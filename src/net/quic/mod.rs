@@ -130,6 +130,7 @@ impl QuicTransport {
             reason: error.to_string(),
         };
         let socket = TokioRuntime.wrap_udp_socket(socket::bind(addr)?).map_err(wrong)?;
+        let socket: Arc<dyn AsyncUdpSocket> = Arc::new(socket::Batched(socket));
         let weak = Arc::downgrade(&socket);
         let endpoint =
             Endpoint::new_with_abstract_socket(config, server, socket, Arc::new(TokioRuntime))
@@ -374,7 +375,7 @@ mod tests {
         };
         tokio::join!(writing, reading);
         let path = ours.path();
-        assert!(path.current_mtu > 6400, "{path:?}");
+        assert!(path.current_mtu > 8850, "{path:?}");
         assert_eq!(path.black_holes_detected, 0, "{path:?}");
     }
 }

@@ -1,11 +1,17 @@
-//! The UDP socket: dual stack where IPv6 is, with buffers for a burst.
+//! The UDP socket: dual stack where IPv6 is, with buffers for a burst, and batches that the kernel takes.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 
+use quinn::udp::{RecvMeta, Transmit};
+use quinn::{AsyncUdpSocket, UdpPoller};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::super::NetError;
+use super::limits::BATCH_DATAGRAMS;
 
 /// Two default stream windows and a little: with the kernel's default of 208 KiB every burst loses
 /// datagrams. Memory: up to this in each direction, once per process.
@@ -50,5 +56,44 @@ fn widen(socket: &Socket) {
             wanted_bytes = BUFFER_BYTES,
             "small UDP buffers lose datagrams: raise net.core.rmem_max and net.core.wmem_max"
         );
+    }
+}
+
+/// A socket that takes at most [`BATCH_DATAGRAMS`] at once; all else is the inner one's.
+#[derive(Debug)]
+pub(super) struct Batched(pub(super) Arc<dyn AsyncUdpSocket>);
+
+impl AsyncUdpSocket for Batched {
+    fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
+        self.0.clone().create_io_poller()
+    }
+
+    fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        self.0.try_send(transmit)
+    }
+
+    fn poll_recv(
+        &self,
+        cx: &mut Context<'_>,
+        bufs: &mut [IoSliceMut<'_>],
+        meta: &mut [RecvMeta],
+    ) -> Poll<io::Result<usize>> {
+        self.0.poll_recv(cx, bufs, meta)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.0.local_addr()
+    }
+
+    fn max_transmit_segments(&self) -> usize {
+        self.0.max_transmit_segments().min(BATCH_DATAGRAMS)
+    }
+
+    fn max_receive_segments(&self) -> usize {
+        self.0.max_receive_segments()
+    }
+
+    fn may_fragment(&self) -> bool {
+        self.0.may_fragment()
     }
 }

@@ -115,6 +115,7 @@ fn every_plan_archives_and_too_much_lost_is_refused() {
         "star",
         "naive-star",
         "striped-star",
+        "random-star",
         "chain",
         "star --codec reed-solomon-erasure",
         "star --parallel 2",

@@ -249,6 +249,7 @@ Plans: chain        every node receives one stream and sends one on (RapidRAID)
        star         a node with two blocks codes for all
        naive-star   the coder fetches every block whatever it has (the paper's baseline)
        striped-star the coder changes from range to range
+       random-star  as naive-star, the coder drawn for each stripe
 The stars make the classical Reed-Solomon code and leave one replica of each block in place.";
 
 /// Options of `archive`.
@@ -283,6 +284,7 @@ pub enum PlanWord {
     Star,
     NaiveStar,
     StripedStar,
+    RandomStar,
 }
 
 impl From<PlanWord> for PlanChoice {
@@ -292,6 +294,7 @@ impl From<PlanWord> for PlanChoice {
             PlanWord::Star => PlanChoice::BestStar,
             PlanWord::NaiveStar => PlanChoice::NaiveStar,
             PlanWord::StripedStar => PlanChoice::StripedStar,
+            PlanWord::RandomStar => PlanChoice::RandomStar,
         }
     }
 }

@@ -182,6 +182,8 @@ pub enum PlanChoice {
     NaiveStar,
     /// The coder rotates over ranges.
     StripedStar,
+    /// The paper's baseline, its coder drawn for each stripe.
+    RandomStar,
 }
 
 /// What happens during [`Archive`].

@@ -10,8 +10,13 @@ async fn every_plan_archives_and_every_byte_comes_back() {
     let small = content(1, 1);
     let large = content(2 * 11 * (128 << 10) + 54_321, 2);
     let empty = content(0, 3);
-    let plans =
-        [PlanChoice::Chain, PlanChoice::BestStar, PlanChoice::NaiveStar, PlanChoice::StripedStar];
+    let plans = [
+        PlanChoice::Chain,
+        PlanChoice::BestStar,
+        PlanChoice::NaiveStar,
+        PlanChoice::StripedStar,
+        PlanChoice::RandomStar,
+    ];
     for (step, plan) in (1..).zip(plans) {
         save(&client, step, &[("small", &small), ("a/large.bin", &large), ("empty", &empty)]).await;
         let (out, report) = restore(&client, step).await.unwrap();

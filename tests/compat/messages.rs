@@ -195,6 +195,7 @@ fn for_clients(calls: &mut Calls) {
         (", best star", PlanChoice::BestStar),
         (", naive star", PlanChoice::NaiveStar),
         (", striped star", PlanChoice::StripedStar),
+        (", random star", PlanChoice::RandomStar),
     ];
     for (note, plan) in plans {
         let options = ArchiveOptions { plan, codec: Codec::Kernel, parallel: 300 };

@@ -42,9 +42,7 @@ fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
     let (n, k) = (usize::from(root.n), usize::from(root.k));
     let code = match plan {
         PlanChoice::Chain => table::find(n, k).cloned().map(Code::Chain),
-        PlanChoice::BestStar | PlanChoice::NaiveStar | PlanChoice::StripedStar => {
-            RsCode::new(n, k).ok().map(Code::Rs)
-        }
+        _ => RsCode::new(n, k).ok().map(Code::Rs),
     };
     code.ok_or(ArchiveError::NoCode { n: root.n, k: root.k })
 }

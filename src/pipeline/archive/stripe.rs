@@ -12,6 +12,7 @@ use super::shard::OwnedShard;
 use super::{ArchiveError, Coordinator, Events};
 use crate::clock::deadline;
 use crate::code::{reconstruct, table};
+use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot, StripeState};
 use crate::id::{Attempt, Generation, NodeId};
@@ -126,7 +127,7 @@ impl Coordinator {
             places: &places,
             code: &shard.code,
         };
-        let plan = choose(&subject, options.plan, index)?;
+        let plan = choose(&subject, options.plan, index, &*self.entropy)?;
         let stripe = info.fixed.stripe;
         let checked = check(&plan, &shard.code, Goal::Archive)
             .map_err(|source| ArchiveError::Plan { stripe, source })?;
@@ -451,6 +452,7 @@ fn choose(
     subject: &Subject<'_>,
     plan: PlanChoice,
     index: u32,
+    entropy: &dyn Entropy,
 ) -> Result<Plan, planner::PlannerError> {
     // Coders rotate over stripes, so that sixteen stripes load sixteen nodes alike.
     let turn = index as usize;
@@ -459,6 +461,9 @@ fn choose(
         PlanChoice::NaiveStar => planner::naive_star(subject, turn),
         PlanChoice::BestStar => planner::best_star(subject, turn),
         PlanChoice::StripedStar => planner::striped_star(subject),
+        PlanChoice::RandomStar => {
+            planner::naive_star(subject, entropy.below(subject.code.n() as u64) as usize)
+        }
     }
 }
 

@@ -18,6 +18,23 @@ pub fn parse(arguments: &[&str]) -> Result<Vec<String>, String> {
     let owned = |arguments: &[&str]| arguments.iter().map(|text| (*text).to_owned()).collect();
     match arguments {
         ["plot"] => Ok(owned(&["plot", RECORD, PICTURE])),
+        ["kernels", "--as", name, rest @ ..] => {
+            let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+            if name.is_empty() || !name.chars().all(plain) {
+                return Err(format!("--as {name:?}: expected lower-case letters, digits and `-`"));
+            }
+            if rest.contains(&"--only") || rest.contains(&"--short") {
+                return Err("--as is for a whole run".to_owned());
+            }
+            let mut asked: Vec<String> = owned(rest);
+            for (option, file) in [("--record", RECORD), ("--page", PAGE), ("--picture", PICTURE)] {
+                asked.extend([
+                    option.to_owned(),
+                    file.replace("kernels.", &format!("kernels-{name}.")),
+                ]);
+            }
+            Ok(asked)
+        }
         ["kernels", rest @ ..] => {
             let mut asked: Vec<String> = owned(rest);
             if rest.contains(&"--only") || rest.contains(&"--help") {
@@ -62,6 +79,10 @@ mod tests {
         assert!(writes_page(&["kernels"]));
         assert!(!writes_page(&["kernels", "--short"]));
         assert_eq!(parse(&["kernels", "--only", "hop"]).unwrap(), ["--only", "hop"]);
+        let other = parse(&["kernels", "--as", "epyc"]).unwrap();
+        assert!(other.contains(&"docs/benchmarks/kernels-epyc.md".to_owned()), "{other:?}");
+        assert!(parse(&["kernels", "--as", "../x"]).is_err());
+        assert!(parse(&["kernels", "--as", "x", "--short"]).is_err());
         assert_eq!(parse(&["plot"]).unwrap(), ["plot", RECORD, PICTURE]);
         assert!(parse(&["disks"]).is_err());
     }

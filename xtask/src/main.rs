@@ -27,6 +27,7 @@ cargo xtask kills --random N [--seed S]             N kills at any moment, two c
 cargo xtask kills --restores [--mib M]              sixteen daemons: restores with nodes gone or standing still
 cargo xtask kills --standstill                      64 stripes at once over them, with the least memory
 cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels beside others; docs/benchmarks/kernels.md
+cargo xtask bench kernels --as NAME [--json]    the same on another processor: kernels-NAME beside the record; its page must exist
 cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json
 cargo xtask help    this text
 

@@ -17,6 +17,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use futures_util::future::try_join_all;
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 use source::{Fault, Stop, all};
 pub use state::state_on_nodes;
@@ -243,11 +244,12 @@ impl StripeReader {
         let target = Target { range, sink };
         match self.way.clone() {
             Way::Replicas(replicas) => {
-                for &block in blocks {
+                // All at once, as pieces are: one after the other they would come at the rate of one node's link.
+                let reads = blocks.iter().map(|&block| {
                     let sources = replicas.get(&block).cloned().unwrap_or_default();
-                    self.read_replica(block, sources, grains.clone(), &target).await?;
-                }
-                Ok(())
+                    self.read_replica(block, sources, grains.clone(), &target)
+                });
+                try_join_all(reads).await.map(|_| ())
             }
             Way::Pieces { .. } => self.read_pieces(blocks, grains, &target).await,
         }

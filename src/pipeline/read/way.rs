@@ -83,8 +83,9 @@ impl Wanted<'_> {
     /// Replicas, if there is one of each block.
     fn replicas_way(&self, held: &Held) -> Option<Way> {
         let &Wanted { info, blocks, .. } = self;
-        let replicas: BTreeMap<u8, Vec<Holding>> =
+        let mut replicas: BTreeMap<u8, Vec<Holding>> =
             blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
+        spread(&mut replicas);
         let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
         let is_whole = replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty());
         is_whole.then_some(Way::Replicas(replicas))
@@ -158,6 +159,20 @@ impl Wanted<'_> {
             }
         };
         Lost { shard: root.name.to_string(), stripe: info.fixed.stripe.index, needs, missing }
+    }
+}
+
+/// Puts first of each block's holders the one that is first for the fewest blocks so far: blocks are read at once, and two from one
+/// node take twice as long.
+fn spread(replicas: &mut BTreeMap<u8, Vec<Holding>>) {
+    let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
+    for holders in replicas.values_mut() {
+        let load = |holding: &Holding| firsts.get(&holding.node).copied().unwrap_or(0);
+        let least = holders.iter().enumerate().min_by_key(|(at, holding)| (load(holding), *at));
+        if let Some((at, &Holding { node, .. })) = least {
+            holders[..=at].rotate_right(1);
+            *firsts.entry(node).or_default() += 1;
+        }
     }
 }
 
@@ -252,6 +267,31 @@ mod tests {
             fingerprint_key: [2; 32],
             ring: Vec::new(),
             stripes_root: [3; 32],
+        }
+    }
+
+    #[test]
+    fn no_node_is_first_for_two_blocks() {
+        for code in table::all() {
+            let (n, k) = (code.n(), code.k());
+            let layout = Layout::new(n, k).unwrap();
+            let of = |block: usize| {
+                let holding = |node: usize| Holding {
+                    node: NodeId(node as u64),
+                    file: FileName::Replica { block: block as u8 },
+                    root: [0; 32],
+                };
+                let mut holders: Vec<Holding> = layout.holders(block).map(holding).collect();
+                holders.rotate_left(block % 2);
+                (block as u8, holders)
+            };
+            let mut replicas: BTreeMap<u8, Vec<Holding>> = (0..k).map(of).collect();
+            let before: Vec<usize> = replicas.values().map(Vec::len).collect();
+            spread(&mut replicas);
+            let firsts: std::collections::BTreeSet<NodeId> =
+                replicas.values().map(|holders| holders[0].node).collect();
+            assert_eq!(firsts.len(), k, "({n},{k})");
+            assert!(replicas.values().map(Vec::len).eq(before), "nobody is left out");
         }
     }
 

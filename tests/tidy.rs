@@ -31,8 +31,8 @@ const FLOORS: &[&[&str]] = &[
 const FENCES: &[(&str, &[&str])] = &[
     ("sled", &["src/store/sled_kv.rs"]),
     ("quinn", &["src/net/", "tests/net"]),
-    ("rustls", &["src/net/", "tests/net"]),
-    ("rustls_pki_types", &["src/net/", "tests/net"]),
+    ("rustls", &["src/net/", "tests/net", "cluster/src/pump_tls.rs"]),
+    ("rustls_pki_types", &["src/net/", "tests/net", "cluster/src/pump_tls.rs"]),
     ("rcgen", &["src/net/", "tests/net"]),
     ("x509_parser", &["src/net/", "tests/net"]),
     ("reed_solomon_erasure", &["src/gf/", "src/code/", "tests/", "benches/"]),

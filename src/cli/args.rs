@@ -249,7 +249,7 @@ Plans: chain        every node receives one stream and sends one on (RapidRAID)
        star         a node with two blocks codes for all
        naive-star   the coder fetches every block whatever it has (the paper's baseline)
        striped-star the coder changes from range to range
-       random-star  as naive-star, the coder drawn for each stripe
+       random-star  as naive-star, the coder drawn from those that keep parities
 The stars make the classical Reed-Solomon code and leave one replica of each block in place.";
 
 /// Options of `archive`.

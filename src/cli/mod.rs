@@ -49,11 +49,11 @@ pub struct Front {
 /// How a command ends.
 pub type Outcome = Result<Box<dyn Answer + Send>, Failure>;
 
-/// The runtime of one process. The daemon's heavy work has threads of its own; these carry packets and messages, and half of
-/// the processors are enough for them: with more, packets wake threads that find nothing left to do, and a byte costs a fifth more.
+/// The runtime of one process. The daemon's heavy work has threads of its own; these carry packets and messages. On two
+/// processors one is enough for them: with two, packets wake a thread that finds nothing left to do.
 pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
     let cores = std::thread::available_parallelism().map_or(2, NonZero::get);
-    let threads = (cores / 2).clamp(1, 8);
+    let threads = if cores <= 2 { 1 } else { cores.min(8) };
     tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()
 }
 

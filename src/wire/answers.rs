@@ -182,7 +182,7 @@ pub enum PlanChoice {
     NaiveStar,
     /// The coder rotates over ranges.
     StripedStar,
-    /// The paper's baseline, its coder drawn for each stripe.
+    /// The paper's baseline, its coder drawn for each stripe from the nodes that keep parities.
     RandomStar,
 }
 

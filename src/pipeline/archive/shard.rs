@@ -42,7 +42,10 @@ fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
     let (n, k) = (usize::from(root.n), usize::from(root.k));
     let code = match plan {
         PlanChoice::Chain => table::find(n, k).cloned().map(Code::Chain),
-        _ => RsCode::new(n, k).ok().map(Code::Rs),
+        PlanChoice::BestStar
+        | PlanChoice::NaiveStar
+        | PlanChoice::StripedStar
+        | PlanChoice::RandomStar => RsCode::new(n, k).ok().map(Code::Rs),
     };
     code.ok_or(ArchiveError::NoCode { n: root.n, k: root.k })
 }

@@ -462,7 +462,8 @@ fn choose(
         PlanChoice::BestStar => planner::best_star(subject, turn),
         PlanChoice::StripedStar => planner::striped_star(subject),
         PlanChoice::RandomStar => {
-            planner::naive_star(subject, entropy.below(subject.code.n() as u64) as usize)
+            let homes = subject.code.n() - subject.code.k();
+            planner::naive_star(subject, entropy.below(homes as u64) as usize)
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The daemons of one cluster on its hosts, and the commands that its client runs.
 
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -76,6 +76,9 @@ impl<'a> Daemons<'a> {
         ] {
             init.arg("--set").arg(setting);
         }
+        if let Some(congestion) = &at.congestion {
+            init.arg("--set").arg(format!("network.congestion={congestion}"));
+        }
         answer(stop, init, ASK_LIMIT)?;
         let mut folders = Vec::new();
         for node in 0..hosts.nodes() {
@@ -89,6 +92,26 @@ impl<'a> Daemons<'a> {
         let all: Vec<HostNo> = (0..hosts.nodes()).collect();
         daemons.revive(&all)?;
         Ok(daemons)
+    }
+
+    /// Where they run.
+    pub fn hosts(&self) -> &'a dyn Hosts {
+        self.hosts
+    }
+
+    /// The folder of a node's files, on its host.
+    pub fn folder(&self, node: HostNo) -> &Path {
+        &self.folders[node]
+    }
+
+    /// Runs commands at once, each to its end.
+    pub fn run_all(&self, commands: Vec<Command>, limit: Duration) -> Result<Vec<Output>> {
+        self.stop.run_all(commands, limit)
+    }
+
+    /// Waits.
+    pub fn sleep(&self, long: Duration) -> Result<()> {
+        self.stop.sleep(long)
     }
 
     /// Starts the daemons of these nodes and waits until they are ready and the cluster knows it.
@@ -229,22 +252,28 @@ impl Drop for Daemons<'_> {
 }
 
 /// Parses `/proc/PID/stat`, `/proc/PID/status` and, if they follow, the two counters.
-fn reading(text: &str) -> Option<Reading> {
+pub fn reading(text: &str) -> Option<Reading> {
     /// Linux counts in hundredths of a second wherever a process can see it (`USER_HZ`).
     const TICKS_PER_S: f64 = 100.0;
     let (stat, rest) = text.split_once('\n')?;
     // The name, in parentheses, may have blanks in it.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
-    let peak = rest.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let peak_kib: u64 = peak.split_whitespace().next()?.parse().ok()?;
+    let peak_bytes = peak_of(rest)?;
     let mut counters = rest.lines().filter_map(|line| line.parse::<u64>().ok());
     Some(Reading {
         sent_bytes: counters.next().unwrap_or(0),
         received_bytes: counters.next().unwrap_or(0),
         cpu_s: ticks as f64 / TICKS_PER_S,
-        peak_bytes: peak_kib << 10,
+        peak_bytes,
     })
+}
+
+/// The most memory that a process has had, from its `/proc/PID/status`.
+pub fn peak_of(status: &str) -> Option<u64> {
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = peak.split_whitespace().next()?.parse().ok()?;
+    Some(kib << 10)
 }
 
 /// The program on this machine: `$RAPIDRAID`, beside this one, or on the path.

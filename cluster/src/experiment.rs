@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rapidraid::units::ByteCount;
 use serde::{Deserialize, Serialize};
 
+use crate::arm::{Arm, Kind};
 use crate::text::read_text;
 
 /// Files longer than this are no experiments.
@@ -45,84 +46,6 @@ pub struct Experiment {
     /// What `--short` changes everywhere; its rounds replace the file's.
     #[serde(default)]
     pub short: Short,
-}
-
-/// One of the things that are compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Arm {
-    /// Archiving by the pipelined chain.
-    Chain,
-    /// Archiving by one coder that fetches every block, whatever it has: the paper's baseline.
-    NaiveStar,
-    /// Archiving by one coder on a node with two blocks.
-    BestStar,
-    /// Archiving by coders that change from range to range.
-    StripedStar,
-    /// Restoring from replicas: a plain parallel read of k blocks.
-    RestoreReplicas,
-    /// Restoring from pieces, all nodes up.
-    RestorePieces,
-    /// Restoring from pieces, one node stopped (SIGSTOP) once bytes flow.
-    RestoreStopped,
-    /// Restoring from pieces with 1 node killed since the archiving.
-    #[serde(rename = "restore-missing-1")]
-    RestoreMissing1,
-    /// The same with 2.
-    #[serde(rename = "restore-missing-2")]
-    RestoreMissing2,
-    /// The same with 3.
-    #[serde(rename = "restore-missing-3")]
-    RestoreMissing3,
-    /// The same with 4.
-    #[serde(rename = "restore-missing-4")]
-    RestoreMissing4,
-    /// The same with 5.
-    #[serde(rename = "restore-missing-5")]
-    RestoreMissing5,
-}
-
-impl Arm {
-    /// As it is written in files and results.
-    pub fn word(self) -> &'static str {
-        match self {
-            Arm::Chain => "chain",
-            Arm::NaiveStar => "naive-star",
-            Arm::BestStar => "best-star",
-            Arm::StripedStar => "striped-star",
-            Arm::RestoreReplicas => "restore-replicas",
-            Arm::RestorePieces => "restore-pieces",
-            Arm::RestoreStopped => "restore-stopped",
-            Arm::RestoreMissing1 => "restore-missing-1",
-            Arm::RestoreMissing2 => "restore-missing-2",
-            Arm::RestoreMissing3 => "restore-missing-3",
-            Arm::RestoreMissing4 => "restore-missing-4",
-            Arm::RestoreMissing5 => "restore-missing-5",
-        }
-    }
-
-    /// The word of `rapidraid archive --plan`, for arms that archive.
-    pub fn plan(self) -> Option<&'static str> {
-        match self {
-            Arm::Chain => Some("chain"),
-            Arm::NaiveStar => Some("naive-star"),
-            Arm::BestStar => Some("star"),
-            Arm::StripedStar => Some("striped-star"),
-            _ => None,
-        }
-    }
-
-    /// How many nodes are killed before the restore.
-    pub fn missing(self) -> usize {
-        match self {
-            Arm::RestoreMissing1 => 1,
-            Arm::RestoreMissing2 => 2,
-            Arm::RestoreMissing3 => 3,
-            Arm::RestoreMissing4 => 4,
-            Arm::RestoreMissing5 => 5,
-            _ => 0,
-        }
-    }
 }
 
 /// A change of the settings, with a name for tables and pictures.
@@ -178,6 +101,41 @@ pub struct Setting {
     /// The rate of slow nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_rate_mbit: Option<u32>,
+    /// How late packets of slow nodes come, in each direction.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slow_delay_ms: Option<u32>,
+    /// How many of a hundred packets of slow nodes are lost, in each direction.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slow_loss_percent: Option<f64>,
+    /// What the daemons and clients use: `cubic` or `bbr`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub congestion: Option<String>,
+    /// How many checkpoints a run saves, one every `every_s`; absent: a run is one archiving.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saves: Option<u32>,
+    /// Seconds from one save to the next.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_s: Option<u32>,
+}
+
+/// Links through a relay: those of the first nodes by name.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Relayed {
+    /// Of how many nodes.
+    pub nodes: u32,
+    /// How late packets come, in each direction.
+    pub delay_ms: u32,
+    /// How many of a hundred are lost, in each direction.
+    pub loss_percent: f64,
+}
+
+/// Checkpoints one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stream {
+    /// How many.
+    pub saves: u32,
+    /// Seconds from one to the next.
+    pub every_s: u32,
 }
 
 /// The settings of one point, complete and checked.
@@ -205,6 +163,15 @@ pub struct Conditions {
     pub slow_nodes: u32,
     /// The rate of those.
     pub slow_rate_mbit: Option<u32>,
+    /// The slow nodes' links, if they are late or lose packets.
+    #[serde(default)]
+    pub relayed: Option<Relayed>,
+    /// What finds out what a path carries; absent: the default.
+    #[serde(default)]
+    pub congestion: Option<String>,
+    /// A run is a stream of checkpoints.
+    #[serde(default)]
+    pub stream: Option<Stream>,
 }
 
 impl Conditions {
@@ -215,7 +182,7 @@ impl Conditions {
 
     /// The rate of node `at`, counted from 0.
     pub fn rate_of(&self, at: u32) -> Option<u32> {
-        if at < self.slow_nodes { self.slow_rate_mbit } else { self.rate_mbit }
+        if at < self.slow_nodes { self.slow_rate_mbit.or(self.rate_mbit) } else { self.rate_mbit }
     }
 }
 
@@ -231,7 +198,23 @@ impl Setting {
             client_rate_mbit: self.client_rate_mbit.or(base.client_rate_mbit),
             slow_nodes: self.slow_nodes.or(base.slow_nodes),
             slow_rate_mbit: self.slow_rate_mbit.or(base.slow_rate_mbit),
+            slow_delay_ms: self.slow_delay_ms.or(base.slow_delay_ms),
+            slow_loss_percent: self.slow_loss_percent.or(base.slow_loss_percent),
+            congestion: self.congestion.clone().or_else(|| base.congestion.clone()),
+            saves: self.saves.or(base.saves),
+            every_s: self.every_s.or(base.every_s),
         }
+    }
+
+    fn relayed(&self) -> Option<Relayed> {
+        if self.slow_delay_ms.is_none() && self.slow_loss_percent.is_none() {
+            return None;
+        }
+        Some(Relayed {
+            nodes: self.slow_nodes.unwrap_or(0),
+            delay_ms: self.slow_delay_ms.unwrap_or(0),
+            loss_percent: self.slow_loss_percent.unwrap_or(0.0),
+        })
     }
 
     fn complete(&self, label: &str) -> Result<Conditions> {
@@ -252,14 +235,32 @@ impl Setting {
             client_rate_mbit: self.client_rate_mbit,
             slow_nodes: self.slow_nodes.unwrap_or(0),
             slow_rate_mbit: self.slow_rate_mbit,
+            relayed: self.relayed(),
+            congestion: self.congestion.clone(),
+            stream: self.saves.zip(self.every_s).map(|(saves, every_s)| Stream { saves, every_s }),
         };
+        ensure!(self.saves.is_some() == self.every_s.is_some(), "saves and every_s go together");
+        ensure!((1..=1000).contains(&self.saves.unwrap_or(1)), "saves: expected 1 to 1000");
+        ensure!((1..=3600).contains(&self.every_s.unwrap_or(1)), "every_s: expected 1 to 3600");
         ensure!(k >= 1 && k < n && n <= 2 * k, "code = {code:?}: expected k < n <= 2k");
         let nodes = conditions.nodes;
         ensure!((n..=MAX_NODES).contains(&nodes), "nodes = {nodes}: expected {n} to {MAX_NODES}");
         ensure!((1..=1024).contains(&conditions.shards), "shards: expected 1 to 1024");
         ensure!(conditions.slow_nodes <= nodes, "slow_nodes: there are {nodes} nodes");
-        let slow = conditions.slow_nodes > 0;
-        ensure!(slow == self.slow_rate_mbit.is_some(), "slow_nodes and slow_rate_mbit go together");
+        ensure!(
+            self.congestion.as_deref().is_none_or(|word| ["cubic", "bbr"].contains(&word)),
+            "congestion: expected cubic or bbr"
+        );
+        let is_slowed = self.slow_rate_mbit.is_some() || conditions.relayed.is_some();
+        ensure!(
+            (conditions.slow_nodes > 0) == is_slowed,
+            "slow_nodes goes together with slow_rate_mbit, slow_delay_ms or slow_loss_percent"
+        );
+        if let Some(relayed) = conditions.relayed {
+            ensure!(relayed.delay_ms <= 1000, "slow_delay_ms: expected at most 1000");
+            let is_share = (0.0..=50.0).contains(&relayed.loss_percent);
+            ensure!(is_share, "slow_loss_percent: expected 0 to 50");
+        }
         let rates = [self.rate_mbit, self.client_rate_mbit, self.slow_rate_mbit];
         let usable = rates.into_iter().flatten().all(|rate| (1..=400_000).contains(&rate));
         ensure!(usable, "a rate is 1 to 400,000 Mbit/s");
@@ -301,9 +302,8 @@ impl Experiment {
         let arms: BTreeSet<Arm> = experiment.arms.iter().copied().collect();
         ensure!(!arms.is_empty(), "arms is empty: name what is to be compared");
         ensure!(arms.len() == experiment.arms.len(), "an arm is named twice");
-        if arms.iter().any(|arm| arm.plan().is_some())
-            && arms.iter().any(|arm| arm.plan().is_none())
-        {
+        let is_restore = |arm: &Arm| matches!(arm.kind(), Kind::Restore(_));
+        if arms.iter().any(is_restore) && !arms.iter().all(is_restore) {
             bail!("arms: archiving and restoring are different experiments; make two files");
         }
         // What is wrong with a point is told before the first cluster is up.
@@ -324,6 +324,21 @@ impl Experiment {
             let conditions = setting
                 .complete(&point.label)
                 .with_context(|| format!("at the point {:?}", point.label))?;
+            let is_archive = |arm: &Arm| matches!(arm.kind(), Kind::Archive(_));
+            let is_transfer = |arm: &Arm| matches!(arm.kind(), Kind::Transfer(_));
+            let label = &point.label;
+            ensure!(
+                conditions.stream.is_none() || self.arms.iter().all(is_archive),
+                "at the point {label:?}: a stream of checkpoints is for arms that archive"
+            );
+            ensure!(
+                conditions.congestion.is_none() || !self.arms.iter().any(is_transfer),
+                "at the point {label:?}: congestion is for daemons; transfers have an arm for each"
+            );
+            ensure!(
+                conditions.shards == 1 || !self.arms.contains(&Arm::SeaweedFs),
+                "at the point {label:?}: seaweedfs is measured with one shard"
+            );
             let most = self.arms.iter().map(|arm| arm.missing()).max().unwrap_or(0);
             let spare = (conditions.n - conditions.k) as usize;
             ensure!(
@@ -345,7 +360,7 @@ mod tests {
 name = "one-shard"
 question = "How much faster is the chain?"
 rounds = 15
-arms = ["chain", "naive-star"]
+arms = ["chain", "naive-star", "seaweedfs"]
 [setting]
 block = "64MiB"
 rate_mbit = 200
@@ -380,13 +395,19 @@ block = "256KiB"
             ("rounds = 15", "rouns = 15", "rouns"),
             ("rate_mbit = 200", "rate_mbits = 200", "rate_mbits"),
             ("label = \"half\"", "label = \"half\"\nrat = 2", "rat"),
-            ("slow_rate_mbit = 100", "", "go together"),
+            ("slow_rate_mbit = 100", "", "goes together"),
             ("\"naive-star\"", "\"naive\"", "naive"),
             ("\"naive-star\"", "\"restore-pieces\"", "two files"),
             ("\"naive-star\"", "\"chain\"", "twice"),
             ("one-shard", "../one", "letters"),
             ("block = \"64MiB\"", "code = \"16\"", "n,k"),
             ("block = \"64MiB\"", "nodes = 3", "nodes = 3"),
+            ("block = \"64MiB\"", "saves = 3", "saves and every_s"),
+            ("block = \"64MiB\"", "congestion = \"reno\"", "cubic or bbr"),
+            ("slow_nodes = 8", "slow_nodes = 8\nslow_delay_ms = 2000", "slow_delay_ms"),
+            ("slow_nodes = 8", "slow_nodes = 8\nslow_loss_percent = 60.0", "slow_loss_percent"),
+            ("slow_nodes = 8", "slow_nodes = 8\nshards = 2", "one shard"),
+            ("slow_nodes = 8", "slow_nodes = 8\nsaves = 2\nevery_s = 1", "arms that archive"),
         ] {
             let error = Experiment::parse(&FILE.replace(from, to), false).unwrap_err();
             let text = format!("{error:#}");
@@ -397,5 +418,28 @@ block = "256KiB"
             .replace("rate_mbit = 200", "code = \"6,4\"");
         let error = Experiment::parse(&many, false).unwrap_err();
         assert!(format!("{error:#}").contains("survives 2"), "{error:#}");
+    }
+    /// The files that this repository has, and the records that it keeps: a field that an old record lacks has a default.
+    #[test]
+    fn files_and_records_are_read() {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let files = |folder: &str, ending: &str| {
+            let entries = std::fs::read_dir(here.join(folder)).unwrap().flatten();
+            let paths = entries.map(|entry| entry.path());
+            paths.filter(|path| path.extension().is_some_and(|e| e == ending)).collect::<Vec<_>>()
+        };
+        let experiments = files("experiments", "toml");
+        assert!(experiments.len() >= 12, "{experiments:?}");
+        for file in experiments {
+            for is_short in [false, true] {
+                Experiment::read(&file, is_short).unwrap();
+            }
+        }
+        for file in files("../docs/benchmarks", "json") {
+            let record = crate::record::Record::read(&file).unwrap();
+            for point in &record.points {
+                serde_json::from_value::<Conditions>(point.conditions.clone()).unwrap();
+            }
+        }
     }
 }

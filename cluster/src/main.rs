@@ -2,6 +2,7 @@
 
 #![allow(clippy::disallowed_methods)] // a program of its own on the machine's own clock, files and processes
 
+mod arm;
 mod daemons;
 mod experiment;
 mod hops;
@@ -10,7 +11,10 @@ mod model;
 mod numbers;
 mod picture;
 mod play;
+mod pump;
+mod pump_tls;
 mod record;
+mod relay;
 mod report;
 mod stop;
 mod text;
@@ -24,7 +28,8 @@ use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use experiment::Experiment;
+use arm::Kind;
+use experiment::{Conditions, Experiment};
 use hosts::Hosts;
 use hosts::loopback::Loopback;
 use hosts::netns::{self, Namespaces};
@@ -64,6 +69,12 @@ enum Command {
         /// What `run` wrote.
         record: PathBuf,
     },
+    /// Receive a stream, send one, or both: what `run` starts on the hosts to measure the network alone
+    #[command(hide = true)]
+    Pump(pump::Pump),
+    /// Links that deliver late and lose frames: what `run` starts for them
+    #[command(hide = true)]
+    Relay(relay::Relay),
     /// Remove what runs that were killed have left on this machine
     Clean {
         /// Where they had their folders [default: the system's folder for temporary files]
@@ -110,6 +121,8 @@ fn main() -> ExitCode {
         Command::Run(options) => run(options),
         Command::Check { file } => check(file),
         Command::Show { record } => show(record),
+        Command::Pump(pump) => pump.run().and_then(|took| say(serde_json::to_string(&took)?)),
+        Command::Relay(relay) => relay.run(),
         Command::Clean { work } => clean(work.as_deref()),
     };
     match done {
@@ -125,12 +138,38 @@ fn work_parent(given: Option<&Path>) -> PathBuf {
     given.map_or_else(std::env::temp_dir, Path::to_owned)
 }
 
-fn bring_up(options: &Run, nodes: usize) -> Result<(Box<dyn Hosts>, PathBuf)> {
+/// Refuses what these hosts cannot play, before the first cluster is up.
+fn check_hosts(options: &Run, experiment: &Experiment, all: &[Conditions]) -> Result<()> {
+    let needs = |kind: fn(Kind) -> bool| experiment.arms.iter().any(|arm| kind(arm.kind()));
+    ensure!(
+        options.on != "loopback" || !needs(|kind| matches!(kind, Kind::Transfer(_))),
+        "transfers are measured between hosts of their own: use --on netns, or an inventory"
+    );
+    ensure!(
+        options.on == "netns" || !needs(|kind| matches!(kind, Kind::SeaweedFs)),
+        "SeaweedFS is measured on namespaces of this machine: use --on netns"
+    );
+    let is_relayed = !options.unshaped && all.iter().any(|at| at.relayed.is_some());
+    ensure!(
+        options.on == "netns" || !is_relayed,
+        "links that deliver late or lose packets are made on namespaces only: use --on netns, or --unshaped"
+    );
+    Ok(())
+}
+
+fn bring_up(options: &Run, at: &Conditions) -> Result<(Box<dyn Hosts>, PathBuf)> {
+    let nodes = at.nodes as usize;
+    let relayed = at.relayed.filter(|_| !options.unshaped);
+    if options.on == "netns" {
+        // What a killed run left may still write into its folder.
+        netns::check()?;
+        netns::remove_leftovers()?;
+    }
     let work = WorkFolder::create(&work_parent(options.work.as_deref()))?;
     let local = work.path().to_owned();
     let program = daemons::local_program().to_string_lossy().into_owned();
     let hosts: Box<dyn Hosts> = match options.on.as_str() {
-        "netns" => Box::new(Namespaces::up(nodes, program, work)?),
+        "netns" => Box::new(Namespaces::up(nodes, relayed, program, work)?),
         "loopback" => Box::new(Loopback::up(nodes, program, work)?),
         file => Box::new(Machines::up(nodes, Inventory::read(Path::new(file))?, work)?),
     };
@@ -145,6 +184,7 @@ fn run(options: &Run) -> Result<()> {
         "{} is no folder: make it, or name another with --out",
         options.out.display()
     );
+    check_hosts(options, &experiment, &conditions)?;
     let stop = Stop::on_signals()?;
     let program = version(&stop)?;
     let mut record = Record {
@@ -163,7 +203,7 @@ fn run(options: &Run) -> Result<()> {
     let path = options.out.join(format!("{}.{ending}", experiment.name));
     for at in &conditions {
         bar.set_message(format!("{}: starting {} daemons", at.label, at.nodes));
-        let (mut hosts, local) = bring_up(options, at.nodes as usize)?;
+        let (mut hosts, local) = bring_up(options, at)?;
         record.links = hosts.describe();
         let before = record.points.len();
         // After every run: a long experiment that fails late has shown something.
@@ -229,8 +269,8 @@ fn draw(record: &Record, file: &Path) -> Result<PathBuf> {
 }
 
 fn clean(work: Option<&Path>) -> Result<()> {
-    work::remove_leftovers(&work_parent(work))?;
     let removed = netns::remove_leftovers()?;
+    work::remove_leftovers(&work_parent(work))?;
     say(format_args!("removed {removed} namespaces of runs that are no more"))?;
     Ok(())
 }

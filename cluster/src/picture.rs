@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::arm::Kind;
 use crate::numbers::Spread;
 use crate::record::Record;
 use crate::report::{Row, rows};
@@ -26,7 +27,7 @@ pub fn draw(record: &Record) -> String {
     let groups: Vec<(&str, Vec<Row>)> =
         record.points.iter().map(|point| (point.label.as_str(), rows(record, point))).collect();
     let in_blocks = groups.iter().flat_map(|(_, rows)| rows).all(|row| row.block_times.is_some())
-        && record.experiment.arms.iter().all(|arm| arm.plan().is_some());
+        && record.experiment.arms.iter().all(|arm| matches!(arm.kind(), Kind::Archive(_)));
     let value =
         |row: &Row| -> Spread { row.block_times.filter(|_| in_blocks).unwrap_or(row.seconds) };
     let all = || groups.iter().flat_map(|(_, rows)| rows);
@@ -51,7 +52,8 @@ pub fn draw(record: &Record) -> String {
     );
     let unit =
         if in_blocks { "block times (the time of one block over one link)" } else { "seconds" };
-    let legend = match in_blocks {
+    let has_models = all().any(|row| model(row).is_some());
+    let legend = match has_models {
         true => "bar: median; line: quartiles; green: the model",
         false => "bar: median; line: quartiles",
     };

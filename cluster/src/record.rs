@@ -7,7 +7,8 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::experiment::{Arm, Experiment};
+use crate::arm::Arm;
+use crate::experiment::Experiment;
 use crate::text::read_text;
 
 /// Counts changes of this file's shape.
@@ -68,7 +69,8 @@ pub struct RunRecord {
     pub round: u32,
     /// What was run.
     pub arm: Arm,
-    /// What is compared: for one stripe until its last piece is durable and proven, for several and for restores the whole command.
+    /// What is compared: for one stripe until its last piece is durable and proven, for several and for
+    /// restores the whole command, for a stream of checkpoints the median of them, for a transfer the slowest receiver.
     pub seconds: f64,
     /// The whole command.
     pub command_s: f64,
@@ -79,11 +81,11 @@ pub struct RunRecord {
     pub sent_bytes: u64,
     /// The most that one node sent or received: the busiest link.
     pub busiest_bytes: u64,
-    /// Processor time of all daemons together.
+    /// Processor time of all daemons together, or of the processes that were measured in their place.
     pub cpu_s: f64,
     /// Share of the machine's processors that was busy, where all hosts are this machine.
     pub busy: Option<f64>,
-    /// The most memory that a daemon has had so far.
+    /// The most memory that one of them has had so far.
     pub peak_bytes: u64,
     /// What else there is to say.
     #[serde(default)]

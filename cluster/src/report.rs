@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use crate::experiment::{Arm, Conditions};
+use crate::arm::Arm;
+use crate::experiment::Conditions;
 use crate::model::{self, Cost};
 use crate::numbers::{Spread, spread};
 use crate::record::{PointRecord, Record, RunRecord};
@@ -51,9 +52,10 @@ pub fn rows(record: &Record, point: &PointRecord) -> Vec<Row> {
         let in_blocks = |s: &dyn Fn(&RunRecord) -> f64| {
             block.and_then(|block| spread(runs_of(arm).map(|run| s(run) / block)))
         };
-        let (block_bytes, bytes) = conditions
-            .as_ref()
-            .map_or((1.0, 1.0), |at| (at.block_bytes as f64, at.checkpoint_bytes() as f64));
+        let (block_bytes, bytes) = conditions.as_ref().map_or((1.0, 1.0), |at| {
+            let checkpoints = at.stream.map_or(1.0, |stream| f64::from(stream.saves));
+            (at.block_bytes as f64, at.checkpoint_bytes() as f64 * checkpoints)
+        });
         let payload = block_bytes / model::payload_share();
         let busy = spread(runs_of(arm).filter_map(|run| run.busy)).map(|busy| busy.median);
         rows.push(Row {

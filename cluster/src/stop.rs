@@ -3,7 +3,7 @@
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::sleep;
+use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 use std::{fs::File, io::Read as _, io::Seek as _};
 
@@ -46,6 +46,17 @@ impl Stop {
             sleep(POLL.min(end.saturating_duration_since(Instant::now())));
         }
         self.check()
+    }
+
+    /// Runs commands at once, each to its end, with what they print, in their order.
+    pub fn run_all(&self, commands: Vec<Command>, limit: Duration) -> Result<Vec<Output>> {
+        let one = |command| self.run(command, limit, || Ok(()));
+        thread::scope(|scope| {
+            let begun: Vec<_> =
+                commands.into_iter().map(|command| scope.spawn(move || one(command))).collect();
+            let ended = begun.into_iter().map(|thread| thread.join());
+            ended.map(|ended| ended.unwrap_or_else(|_| bail!("a thread panicked"))).collect()
+        })
     }
 
     /// Runs `command` to its end, with what it prints; `meanwhile` is called while it runs.

@@ -124,13 +124,22 @@ impl Run {
         let out = self.root.join("target/experiments");
         std::fs::create_dir_all(&out).with_context(|| out.display().to_string())?;
         let out = out.display().to_string();
-        let mut hosts = vec![vec!["--on", "loopback", "--unshaped"]];
+        let everywhere = vec!["one-shard", "restore", "trace"];
+        let mut hosts = vec![(vec!["--on", "loopback", "--unshaped"], everywhere.clone())];
         match namespaces() {
-            Ok(()) => hosts.push(vec!["--on", "netns"]),
+            // Transfers need links of their own.
+            Ok(()) => {
+                let mut all = [everywhere, vec!["transport", "cpu", "time-at-risk"]].concat();
+                match Path::new("/dev/net/tun").exists() {
+                    true => all.push("far-nodes"),
+                    false => self.skip("the experiment far-nodes: there is no /dev/net/tun"),
+                }
+                hosts.push((vec!["--on", "netns"], all));
+            }
             Err(why) => self.skip(&format!("experiments on network namespaces: {why}")),
         }
-        for on in hosts {
-            for name in ["one-shard", "restore", "trace"] {
+        for (on, names) in hosts {
+            for name in names {
                 let file = format!("cluster/experiments/{name}.toml");
                 let run = ["run", "--locked", "-q", "-p", "rapidraid-cluster", "--", "run", &file];
                 let rest = ["--short", "--out", &out];

@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use super::{HostNo, Hosts, RateMbit};
+use super::{HostNo, Hosts, RateMbit, own_program};
 use crate::work::WorkFolder;
 
 /// Daemons of this machine.
@@ -47,6 +47,10 @@ impl Hosts for Loopback {
 
     fn program(&self) -> &str {
         &self.program
+    }
+
+    fn own_program(&self) -> Result<String> {
+        own_program()
     }
 
     fn folder(&self) -> &Path {

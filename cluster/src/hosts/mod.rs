@@ -10,7 +10,7 @@ pub mod ssh;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 /// A host, by number: nodes from 0, the client after the last node.
@@ -22,8 +22,14 @@ pub const PORT: u16 = 7440;
 /// What the link of a host carries, in both directions; `None`: not shaped.
 pub type RateMbit = Option<u32>;
 
+/// This program, where hosts are this machine.
+fn own_program() -> Result<String> {
+    let own = std::env::current_exe().context("cannot find this program")?;
+    Ok(own.to_string_lossy().into_owned())
+}
+
 /// The hosts of one cluster. Dropping it takes down what it has put up.
-pub trait Hosts {
+pub trait Hosts: Sync {
     /// How many nodes there are; the client is the host of that number.
     fn nodes(&self) -> usize;
 
@@ -35,6 +41,12 @@ pub trait Hosts {
 
     /// The `rapidraid` program on the hosts.
     fn program(&self) -> &str;
+
+    /// This program on the hosts: beside the other one.
+    fn own_program(&self) -> Result<String> {
+        let beside = Path::new(self.program()).with_file_name("rapidraid-cluster");
+        Ok(beside.to_string_lossy().into_owned())
+    }
 
     /// A folder of this run on every host.
     fn folder(&self) -> &Path;

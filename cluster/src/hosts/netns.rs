@@ -2,17 +2,19 @@
 //!
 //! Shaping the bridge's end of a port limits what reaches the host, so that many senders to one coder share its link as they
 //! would at a switch. Nothing is routed outside. Names have the number of the process that made them: what a killed run left
-//! behind is found and removed by the next.
+//! behind is found and removed by the next. Links that deliver late or lose packets are those of a relay ([`crate::relay`]).
 
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{HostNo, Hosts, PORT, RateMbit};
+use super::{HostNo, Hosts, PORT, RateMbit, own_program};
+use crate::experiment::Relayed;
+use crate::stop::own_group;
 use crate::work::{WorkFolder, is_running};
 
 const PREFIX: &str = "rapidraid-";
@@ -29,6 +31,8 @@ const MAX_HOSTS: usize = 250;
 /// Namespaces `rapidraid-PID-0` to `-N` and their hub.
 pub struct Namespaces {
     nodes: usize,
+    relayed: Option<Relayed>,
+    relay: Option<Child>,
     program: String,
     work: WorkFolder,
 }
@@ -50,13 +54,18 @@ fn ip_of(host: HostNo) -> String {
 }
 
 impl Namespaces {
-    /// Puts up namespaces for `nodes` nodes and a client.
-    pub fn up(nodes: usize, program: String, work: WorkFolder) -> Result<Self> {
+    /// Puts up namespaces for `nodes` nodes and a client; some links may go through a relay.
+    pub fn up(
+        nodes: usize,
+        relayed: Option<Relayed>,
+        program: String,
+        work: WorkFolder,
+    ) -> Result<Self> {
         ensure!(nodes < MAX_HOSTS, "{nodes} nodes: one bridge here takes {MAX_HOSTS}");
         check()?;
         remove_leftovers()?;
         // From here on dropping it takes away whatever part of it is there.
-        let hosts = Self { nodes, program, work };
+        let mut hosts = Self { nodes, relayed, relay: None, program, work };
         let mut made = String::new();
         for name in (0..=nodes).map(namespace).chain([hub()]) {
             let _ = writeln!(made, "netns add {name}");
@@ -64,8 +73,16 @@ impl Namespaces {
         ip(&["-batch", "-"], &made)?;
         let mut ports =
             format!("link add br0 mtu {MTU} type bridge\nlink set br0 up\nlink set lo up\n");
+        hosts.start_relay()?;
         for host in 0..=nodes {
             let name = namespace(host);
+            if host < hosts.relayed_nodes() {
+                let _ = writeln!(
+                    ports,
+                    "link set w{host} netns {name} name {DEVICE}\nlink set v{host} master br0 up"
+                );
+                continue;
+            }
             let _ = writeln!(
                 ports,
                 "link add v{host} mtu {MTU} type veth peer name {DEVICE} mtu {MTU} netns {name}\n\
@@ -82,10 +99,36 @@ impl Namespaces {
         }
         Ok(hosts)
     }
+
+    fn relayed_nodes(&self) -> usize {
+        self.relayed.map_or(0, |relayed| relayed.nodes as usize)
+    }
+
+    /// Makes both ends of the links that are relayed, in the hub.
+    fn start_relay(&mut self) -> Result<()> {
+        let Some(relayed) = self.relayed else { return Ok(()) };
+        let own = own_program()?;
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &hub()]).arg(own).arg("relay");
+        command.args(["--mtu", &MTU.to_string(), "--delay-ms", &relayed.delay_ms.to_string()]);
+        command.args(["--loss-percent", &relayed.loss_percent.to_string()]);
+        for host in 0..self.relayed_nodes() {
+            command.args(["--link", &format!("v{host}=w{host}")]);
+        }
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let child = own_group(&mut command).spawn().context("cannot start the relay")?;
+        let relay = self.relay.insert(child);
+        let mut said = String::new();
+        if let Some(stdout) = relay.stdout.take() {
+            BufReader::new(stdout).read_line(&mut said).context("the relay says nothing")?;
+        }
+        ensure!(said == "ready\n", "the relay did not start; it needs /dev/net/tun");
+        Ok(())
+    }
 }
 
 /// What this needs, told before anything is done.
-fn check() -> Result<()> {
+pub fn check() -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),
         "namespaces need root: run it with sudo, or use --on loopback, which is not shaped"
@@ -172,6 +215,10 @@ impl Hosts for Namespaces {
         &self.program
     }
 
+    fn own_program(&self) -> Result<String> {
+        own_program()
+    }
+
     fn folder(&self) -> &Path {
         self.work.path()
     }
@@ -213,6 +260,10 @@ impl Hosts for Namespaces {
 
 impl Drop for Namespaces {
     fn drop(&mut self) {
+        if let Some(mut relay) = self.relay.take() {
+            let _ = relay.kill();
+            let _ = relay.wait();
+        }
         for name in (0..=self.nodes).map(namespace).chain([hub()]) {
             if Path::new("/run/netns").join(&name).exists()
                 && let Err(error) = remove(&name)

@@ -1,10 +1,13 @@
 //! One archiving: save, archive by a plan, remove. What is compared is the archiving.
 
+use std::collections::BTreeMap;
+use std::time::Instant;
+
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::{MOVE_LIMIT, Meter, Stage, number};
-use crate::experiment::Arm;
+use crate::arm::Arm;
 use crate::record::{RunRecord, TRACE};
 
 /// The phases of a stripe, as the program reports them.
@@ -26,8 +29,13 @@ pub fn run(
     if is_traced {
         archive.extend(["--trace", &trace]);
     }
+    let begun = Instant::now();
     let done = stage.daemons.client(&archive, MOVE_LIMIT)?;
-    let command_s = number(&done, "seconds")?;
+    // A peer's command is timed from outside; then ours is too.
+    let command_s = match stage.is_whole {
+        true => begun.elapsed().as_secs_f64(),
+        false => number(&done, "seconds")?,
+    };
     let stripes = done["reports"].as_array().context("its JSON has no reports")?;
     ensure!(
         stripes.len() == stage.at.shards as usize && done["undropped"].as_u64() == Some(0),
@@ -43,7 +51,8 @@ pub fn run(
         phases_s.push(us? / 1e6);
     }
     // One stripe is timed to its last proven piece; of several only the whole has one beginning and one end.
-    let seconds = if let [_] = stripes[..] { phases_s[1] } else { command_s };
+    let is_one = stripes.len() == 1 && !stage.is_whole;
+    let seconds = if is_one { phases_s[1] } else { command_s };
     let mut run = meter.stop(&stage.daemons, (round, arm), (seconds, command_s))?;
     run.phases_s = phases_s;
     run.notes = waits(stripes);
@@ -63,8 +72,9 @@ pub fn run(
     Ok(run)
 }
 
-/// What hops did and waited for, in seconds, summed over all of them.
-fn waits(stripes: &[Value]) -> std::collections::BTreeMap<String, Value> {
+/// What hops did and waited for, in seconds, summed over all of them; of a single stripe also how long it ran after its last hop had
+/// ended: the end of the proof, and the answers.
+fn waits(stripes: &[Value]) -> BTreeMap<String, Value> {
     let names = [
         ("waited_upstream_us", "hops_waited_upstream_s"),
         ("queued_us", "hops_queued_s"),
@@ -74,5 +84,12 @@ fn waits(stripes: &[Value]) -> std::collections::BTreeMap<String, Value> {
     ];
     let hops = || stripes.iter().filter_map(|stripe| stripe["hops"].as_array()).flatten();
     let sum = |name: &str| hops().filter_map(|hop| hop[name].as_f64()).sum::<f64>() / 1e6;
-    names.into_iter().map(|(from, to)| (to.to_owned(), json!(sum(from)))).collect()
+    let mut notes: BTreeMap<String, Value> =
+        names.into_iter().map(|(from, to)| (to.to_owned(), json!(sum(from)))).collect();
+    if let [stripe] = stripes {
+        let last_us = hops().filter_map(|hop| hop["end_us"].as_f64()).fold(0.0, f64::max);
+        let run_us = stripe["run_us"].as_f64().unwrap_or(last_us);
+        notes.insert("after_last_hop_s".to_owned(), json!((run_us - last_us).max(0.0) / 1e6));
+    }
+    notes
 }

@@ -2,16 +2,20 @@
 
 mod archive;
 mod restore;
+mod seaweedfs;
+mod stream;
+mod transfer;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use crate::arm::{Arm, Kind};
 use crate::daemons::{Daemons, Reading};
-use crate::experiment::{Arm, Conditions, Experiment};
+use crate::experiment::{Conditions, Experiment};
 use crate::hosts::Hosts;
 use crate::model;
 use crate::record::{PointRecord, RunRecord};
@@ -30,6 +34,8 @@ pub struct Stage<'a> {
     pub at: Conditions,
     /// What is saved: a folder on the client's host, one file a shard.
     pub data: String,
+    /// Whether whole commands are compared: beside peers, which say no more.
+    pub is_whole: bool,
     next_step: u64,
 }
 
@@ -50,9 +56,21 @@ pub fn point(
     hosts.shape(client, at.client_rate_mbit.filter(|_| is_shaped))?;
     let daemons = Daemons::start(&*hosts, local, at, stop)?;
     let data = hosts.folder().join("data").to_string_lossy().into_owned();
-    let mut stage = Stage { daemons, at: at.clone(), data, next_step: 1 };
-    stage.make_data()?;
-    let mut restores = None;
+    let is_whole = experiment.arms.contains(&Arm::SeaweedFs);
+    let mut stage = Stage { daemons, at: at.clone(), data, is_whole, next_step: 1 };
+    let has = |wanted: fn(Kind) -> bool| experiment.arms.iter().any(|arm| wanted(arm.kind()));
+    if has(|kind| !matches!(kind, Kind::Transfer(_))) {
+        stage.make_data()?;
+    }
+    // Before the first run, so that all runs have the same beside them.
+    let mut kept = match has(|kind| matches!(kind, Kind::Restore(_))) {
+        true => Some(restore::Kept::save(&mut stage, &experiment.arms)?),
+        false => None,
+    };
+    let mut peer = match is_whole {
+        true => Some(seaweedfs::SeaweedFs::start(&stage)?),
+        false => None,
+    };
     let mut point = PointRecord {
         label: at.label.clone(),
         conditions: serde_json::to_value(at)?,
@@ -68,20 +86,23 @@ pub fn point(
             stop.check()?;
             // Another arm goes first each round: what follows a certain arm follows every arm.
             let arm = experiment.arms[(turn + round as usize) % count];
-            let run = match arm.plan() {
-                Some(plan) => {
-                    let is_traced = experiment.trace && round == 0;
-                    archive::run(&mut stage, arm, plan, round, is_traced)
-                }
-                None => {
-                    if restores.is_none() {
-                        restores = Some(restore::Kept::save(&mut stage, &experiment.arms)?);
+            let run = match arm.kind() {
+                Kind::Archive(plan) => match at.stream {
+                    Some(stream) => stream::run(&mut stage, arm, plan, stream, round),
+                    None => {
+                        let is_traced = experiment.trace && round == 0;
+                        archive::run(&mut stage, arm, plan, round, is_traced)
                     }
-                    match &mut restores {
-                        Some(kept) => restore::run(&mut stage, kept, arm, round),
-                        None => unreachable!("made above"),
-                    }
-                }
+                },
+                Kind::Restore(_) => match &mut kept {
+                    Some(kept) => restore::run(&mut stage, kept, arm, round),
+                    None => bail!("nothing was saved for it"),
+                },
+                Kind::Transfer(transfer) => transfer::run(&mut stage, arm, transfer, round),
+                Kind::SeaweedFs => match &mut peer {
+                    Some(peer) => seaweedfs::run(&mut stage, peer, arm, round),
+                    None => bail!("it was not started"),
+                },
             };
             let run = run.with_context(|| format!("{} of round {}", arm.word(), round + 1))?;
             point.runs.push(run);
@@ -105,10 +126,19 @@ impl Stage<'_> {
 
     /// Saves the data under a new step; its name.
     fn save(&mut self) -> Result<String> {
+        let name = self.next_name();
+        self.save_as(&name)?;
+        Ok(name)
+    }
+
+    fn next_name(&mut self) -> String {
         let name = format!("{JOB}/{}", self.next_step);
         self.next_step += 1;
-        let data = self.data.clone();
-        let saved = self.daemons.client(&["save", &name, &data], MOVE_LIMIT)?;
+        name
+    }
+
+    fn save_as(&self, name: &str) -> Result<()> {
+        let saved = self.daemons.client(&["save", name, &self.data], MOVE_LIMIT)?;
         let (n, k) = (saved["n"].as_u64(), saved["k"].as_u64());
         ensure!(
             n == Some(self.at.n.into()) && k == Some(self.at.k.into()),
@@ -116,7 +146,7 @@ impl Stage<'_> {
             self.at.n,
             self.at.k
         );
-        Ok(name)
+        Ok(())
     }
 
     fn remove(&self, step: &str) -> Result<()> {

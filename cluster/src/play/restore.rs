@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use serde_json::json;
 
 use super::{MOVE_LIMIT, Meter, Stage, number};
+use crate::arm::Arm;
 use crate::daemons::{Daemons, node_name};
-use crate::experiment::Arm;
 use crate::hosts::HostNo;
 use crate::record::{RunRecord, STOPPED};
 

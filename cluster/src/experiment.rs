@@ -414,11 +414,12 @@ block = "256KiB"
             assert!(text.contains(named), "{to:?}: {text}");
         }
         let many = FILE
-            .replace("\"chain\", \"naive-star\"", "\"restore-missing-5\"")
+            .replace("\"chain\", \"naive-star\", \"seaweedfs\"", "\"restore-missing-5\"")
             .replace("rate_mbit = 200", "code = \"6,4\"");
         let error = Experiment::parse(&many, false).unwrap_err();
         assert!(format!("{error:#}").contains("survives 2"), "{error:#}");
     }
+
     /// The files that this repository has, and the records that it keeps: a field that an old record lacks has a default.
     #[test]
     fn files_and_records_are_read() {

@@ -78,7 +78,10 @@ impl Node {
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, Failure> {
         if self.catalogue().nodes().await.is_ok() {
-            let home = self.catalogue_home().map(|home| home.name.to_string()).unwrap_or_default();
+            // Who has just answered, though it may not have told this node its newest epoch yet.
+            let home = self.catalogue_home().or_else(|| self.remote.home(Epoch::default()));
+            let home =
+                home.map_or_else(|| "another daemon".to_owned(), |home| home.name.to_string());
             let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
             return Err(failure(Kind::Exists, text));
         }

@@ -101,6 +101,12 @@ resource "aws_instance" "host" {
     destination = "/tmp/rapidraid"
   }
 
+  # What experiments start on hosts to measure the network alone.
+  provisioner "file" {
+    source      = var.cluster_program
+    destination = "/tmp/rapidraid-cluster"
+  }
+
   provisioner "file" {
     source      = "${path.module}/../rapidraid-node.service"
     destination = "/tmp/rapidraid-node.service"
@@ -110,7 +116,7 @@ resource "aws_instance" "host" {
   # folder to /var/lib/rapidraid first (cluster/README.md).
   provisioner "remote-exec" {
     inline = [
-      "sudo install -m 0755 /tmp/rapidraid /usr/local/bin/rapidraid",
+      "sudo install -m 0755 /tmp/rapidraid /tmp/rapidraid-cluster /usr/local/bin/",
       "sudo install -m 0644 /tmp/rapidraid-node.service /etc/systemd/system/rapidraid-node.service",
       "sudo systemctl daemon-reload",
       "sudo install -d -o admin /srv/rapidraid",

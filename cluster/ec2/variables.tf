@@ -76,6 +76,12 @@ variable "program" {
   default     = "../../target/release/rapidraid"
 }
 
+variable "cluster_program" {
+  description = "The program that measures the network on the hosts, built for the same processor"
+  type        = string
+  default     = "../../target/release/rapidraid-cluster"
+}
+
 variable "inventory" {
   description = "The file for `rapidraid-cluster run --on`"
   type        = string

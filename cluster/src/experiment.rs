@@ -30,7 +30,7 @@ pub struct Experiment {
     pub name: String,
     /// What the experiment is to answer, in one sentence.
     pub question: String,
-    /// How often each arm is played.
+    /// How often each arm is played, where a point does not say otherwise.
     pub rounds: u32,
     /// What is compared, all of one kind.
     pub arms: Vec<Arm>,
@@ -43,7 +43,7 @@ pub struct Experiment {
     /// What changes, point by point.
     #[serde(default, rename = "point")]
     pub points: Vec<Point>,
-    /// What `--short` changes everywhere; its rounds replace the file's.
+    /// What `--short` changes everywhere.
     #[serde(default)]
     pub short: Short,
 }
@@ -63,8 +63,6 @@ pub struct Point {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Short {
-    /// How often each arm is played.
-    pub rounds: Option<u32>,
     /// What differs; wins over points.
     #[serde(flatten)]
     pub setting: Setting,
@@ -74,6 +72,9 @@ pub struct Short {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Setting {
+    /// How often each arm is played: fewer where a run takes long.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rounds: Option<u32>,
     /// Storage nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<u32>,
@@ -143,6 +144,9 @@ pub struct Stream {
 pub struct Conditions {
     /// The point's label.
     pub label: String,
+    /// How often each arm is played.
+    #[serde(default)]
+    pub rounds: u32,
     /// Storage nodes.
     pub nodes: u32,
     /// Pieces of a stripe.
@@ -189,6 +193,7 @@ impl Conditions {
 impl Setting {
     fn over(&self, base: &Setting) -> Setting {
         Setting {
+            rounds: self.rounds.or(base.rounds),
             nodes: self.nodes.or(base.nodes),
             code: self.code.clone().or_else(|| base.code.clone()),
             block: self.block.or(base.block),
@@ -217,7 +222,7 @@ impl Setting {
         })
     }
 
-    fn complete(&self, label: &str) -> Result<Conditions> {
+    fn complete(&self, label: &str, rounds: u32) -> Result<Conditions> {
         let code = self.code.as_deref().unwrap_or("16,11");
         let parts = code.split_once(',');
         let shape = parts.and_then(|(n, k)| Some((n.trim().parse().ok()?, k.trim().parse().ok()?)));
@@ -225,6 +230,7 @@ impl Setting {
             shape.with_context(|| format!("code = {code:?}: expected `n,k`, such as \"16,11\""))?;
         let conditions = Conditions {
             label: label.to_owned(),
+            rounds: self.rounds.unwrap_or(rounds),
             nodes: self.nodes.unwrap_or(n),
             n,
             k,
@@ -242,6 +248,11 @@ impl Setting {
         ensure!(self.saves.is_some() == self.every_s.is_some(), "saves and every_s go together");
         ensure!((1..=1000).contains(&self.saves.unwrap_or(1)), "saves: expected 1 to 1000");
         ensure!((1..=3600).contains(&self.every_s.unwrap_or(1)), "every_s: expected 1 to 3600");
+        let rounds = conditions.rounds;
+        ensure!(
+            (1..=MAX_ROUNDS).contains(&rounds),
+            "rounds = {rounds}: expected 1 to {MAX_ROUNDS}"
+        );
         ensure!(k >= 1 && k < n && n <= 2 * k, "code = {code:?}: expected k < n <= 2k");
         let nodes = conditions.nodes;
         ensure!((n..=MAX_NODES).contains(&nodes), "nodes = {nodes}: expected {n} to {MAX_NODES}");
@@ -283,20 +294,12 @@ impl Experiment {
 
     /// The same from text.
     pub fn parse(text: &str, is_short: bool) -> Result<Self> {
-        let mut experiment: Experiment = toml::from_str(text)?;
-        if is_short {
-            experiment.rounds = experiment.short.rounds.unwrap_or(1);
-        }
+        let experiment: Experiment = toml::from_str(text)?;
         let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
         let name = &experiment.name;
         ensure!(
             (1..=64).contains(&name.len()) && name.chars().all(plain),
             "name = {name:?}: expected 1 to 64 letters, digits and `-`"
-        );
-        let rounds = experiment.rounds;
-        ensure!(
-            (1..=MAX_ROUNDS).contains(&rounds),
-            "rounds = {rounds}: expected 1 to {MAX_ROUNDS}"
         );
         ensure!(experiment.points.len() <= MAX_POINTS, "at most {MAX_POINTS} points");
         let arms: BTreeSet<Arm> = experiment.arms.iter().copied().collect();
@@ -322,7 +325,7 @@ impl Experiment {
                 setting = self.short.setting.over(&setting);
             }
             let conditions = setting
-                .complete(&point.label)
+                .complete(&point.label, self.rounds)
                 .with_context(|| format!("at the point {:?}", point.label))?;
             let is_archive = |arm: &Arm| matches!(arm.kind(), Kind::Archive(_));
             let is_transfer = |arm: &Arm| matches!(arm.kind(), Kind::Transfer(_));
@@ -369,6 +372,7 @@ label = "1 MiB"
 block = "1MiB"
 [[point]]
 label = "half"
+rounds = 3
 slow_nodes = 8
 slow_rate_mbit = 100
 [short]
@@ -383,9 +387,9 @@ block = "256KiB"
         assert_eq!(points.iter().map(|p| p.block_bytes).collect::<Vec<_>>(), [1 << 20, 64 << 20]);
         assert_eq!((points[1].n, points[1].k, points[1].nodes), (16, 11, 16));
         assert_eq!((points[1].rate_of(7), points[1].rate_of(8)), (Some(100), Some(200)));
-        let short = Experiment::parse(FILE, true).unwrap();
-        assert_eq!(short.rounds, 2);
-        assert!(short.conditions(true).unwrap().iter().all(|p| p.block_bytes == 256 << 10));
+        assert_eq!((points[0].rounds, points[1].rounds), (15, 3));
+        let short = Experiment::parse(FILE, true).unwrap().conditions(true).unwrap();
+        assert!(short.iter().all(|p| p.block_bytes == 256 << 10 && p.rounds == 2));
     }
 
     #[test]
@@ -393,6 +397,7 @@ block = "256KiB"
         for (from, to, named) in [
             ("rounds = 15", "rounds = 0", "rounds = 0"),
             ("rounds = 15", "rouns = 15", "rouns"),
+            ("rounds = 3", "rounds = 1001", "rounds = 1001"),
             ("rate_mbit = 200", "rate_mbits = 200", "rate_mbits"),
             ("label = \"half\"", "label = \"half\"\nrat = 2", "rat"),
             ("slow_rate_mbit = 100", "", "goes together"),

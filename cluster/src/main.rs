@@ -197,7 +197,8 @@ fn run(options: &Run) -> Result<()> {
         links: serde_json::Value::Null,
         points: Vec::new(),
     };
-    let runs = conditions.len() * experiment.rounds as usize * experiment.arms.len();
+    let rounds: usize = conditions.iter().map(|at| at.rounds as usize).sum();
+    let runs = rounds * experiment.arms.len();
     let bar = progress(runs as u64);
     let ending = if options.short { "short.json" } else { "json" };
     let path = options.out.join(format!("{}.{ending}", experiment.name));
@@ -241,7 +242,7 @@ fn check(file: &Path) -> Result<()> {
         say(format_args!(
             "  {}: {} rounds of {} on {} nodes, ({},{}), {} shards of one stripe, blocks of {} bytes, {rate}",
             at.label,
-            experiment.rounds,
+            at.rounds,
             arms.join(", "),
             at.nodes,
             at.n,

@@ -71,6 +71,7 @@ mod tests {
     fn at(shards: u32, block_bytes: u64) -> Conditions {
         Conditions {
             label: String::new(),
+            rounds: 1,
             nodes: 16,
             n: 16,
             k: 11,

@@ -80,7 +80,7 @@ pub fn point(
             .map(|rate| model::block_time_s(at.block_bytes, rate)),
         runs: Vec::new(),
     };
-    for round in 0..experiment.rounds {
+    for round in 0..at.rounds {
         let count = experiment.arms.len();
         for turn in 0..count {
             stop.check()?;

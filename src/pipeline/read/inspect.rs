@@ -14,6 +14,10 @@ use crate::wire::calls::{FileView, Inspect};
 
 /// While nodes say what they have, one that keeps the others waiting for so long is left out where these are enough.
 const SLOW_INSPECT_LIMIT: Duration = Duration::from_millis(500);
+/// The same where the others answered at once: what a busy machine may take before it answers.
+const QUICK_INSPECT_LIMIT: Duration = Duration::from_millis(100);
+/// In between: so many times what the latest answer took. On long links that is more than `SLOW_INSPECT_LIMIT`, which then holds.
+const SLOW_FACTOR: u32 = 4;
 /// A node that does not say within this what it has is left out at first.
 pub(super) const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
@@ -43,17 +47,21 @@ pub(super) async fn inspect_all(
     let mut asks: FuturesUnordered<_> = asks.collect();
     let mut left = nodes.clone();
     let clock = &**reading.caller.clock();
+    let asked = clock.now();
+    let mut patience = SLOW_INSPECT_LIMIT;
     let mut is_slow = false;
     loop {
         let next = match is_slow {
             true => Ok(asks.next().await),
-            false => deadline(clock, SLOW_INSPECT_LIMIT, asks.next()).await,
+            false => deadline(clock, patience, asks.next()).await,
         };
         match next {
             Ok(None) => return,
             Ok(Some((node, answer))) => {
                 left.remove(&node);
                 if let Some(mut files) = answer {
+                    let took = clock.now().saturating_sub(asked) * SLOW_FACTOR;
+                    patience = took.clamp(QUICK_INSPECT_LIMIT, SLOW_INSPECT_LIMIT);
                     files.retain(|view| !reading.is_rotten(stripe, node, view.file));
                     held.insert(node, files);
                 }

@@ -13,7 +13,9 @@ use super::table::{Paint, Tint, shown};
 use super::trace::Trace;
 use super::words::AnyStep;
 use super::{Front, Outcome, connect, files};
-use crate::client::{ArchiveReport, Progress as Done, ProgressFn, RestoreReport, RestoreRequest};
+use crate::client::{
+    ArchiveReport, ClientError, Progress as Done, ProgressFn, RestoreReport, RestoreRequest,
+};
 use crate::clock::{Clock, SystemClock};
 use crate::format::save_record::{MAX_SAVE_RECORD_BYTES, SaveRecord};
 use crate::id::{Job, Step};
@@ -128,8 +130,8 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     connect::close(&client).await;
     let report = restored.map_err(|error| {
         let failure = connect::failure(&error);
-        match failure.kind {
-            Kind::Exists if !options.force => failure.with_hint(
+        match error {
+            ClientError::FileExists { .. } => failure.with_hint(
                 "nothing was written: name another folder, or replace what is there with --force",
             ),
             _ => failure,

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
@@ -198,15 +198,13 @@ impl Client {
         if let Some(output) = output {
             check_output(output, &parts)?;
         }
-        let reading = Arc::new(Reading {
-            caller: self.caller().clone(),
-            workers: self.inner.workers.clone(),
-            entropy: self.inner.entropy.clone(),
-            directory: directory.await?,
-            incidents: Mutex::new(incident.map(str::to_owned).into_iter().collect()),
-            rotten: Mutex::default(),
-            leaving: Mutex::default(),
-        });
+        let reading = Reading::new(
+            self.caller().clone(),
+            self.inner.workers.clone(),
+            self.inner.entropy.clone(),
+            directory.await?,
+            incident.map(str::to_owned).into_iter().collect(),
+        );
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);
         let count: Arc<dyn Fn(u64) + Send + Sync> = Arc::new(move |bytes| {
@@ -363,7 +361,7 @@ impl Client {
     /// The state that a stripe has come to since it was `known`; `None` when it is the same.
     async fn next_state(
         &self,
-        reading: &Reading,
+        reading: &Arc<Reading>,
         part: &Part,
         stripe: u32,
         known: StripeState,
@@ -378,12 +376,16 @@ impl Client {
 
     /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
     async fn leaves(&self, reading: &Reading, part: &Part) -> Result<Leaves, ClientError> {
-        match records::leaves(&reading.caller, &reading.directory, &part.root).await {
-            Err(error @ RecordsError::Lost { .. }) => {
-                self.state(reading, part).await?;
-                Err(error.into())
+        let mut patience = reading.patience();
+        loop {
+            match records::leaves(&reading.caller, &reading.directory, &part.root).await {
+                Err(RecordsError::Lost { busy: 1.., .. }) if patience.wait().await => {}
+                Err(error @ RecordsError::Lost { .. }) => {
+                    self.state(reading, part).await?;
+                    return Err(error.into());
+                }
+                leaves => return Ok(leaves?),
             }
-            leaves => Ok(leaves?),
         }
     }
 
@@ -414,18 +416,21 @@ impl Client {
         state: StripeState,
     ) -> Result<StripeReader, ClientError> {
         let (caller, directory) = (&reading.caller, &reading.directory);
-        let info = match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await
-        {
-            Err(error @ RecordsError::Lost { .. }) => {
-                return Err(ReadError::Lost(Lost {
-                    shard: part.root.name.to_string(),
-                    stripe: slice.stripe,
-                    needs: "its record".into(),
-                    missing: vec![error.to_string()],
-                })
-                .into());
+        let mut patience = reading.patience();
+        let info = loop {
+            match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await {
+                Err(RecordsError::Lost { busy: 1.., .. }) if patience.wait().await => {}
+                Err(error @ RecordsError::Lost { .. }) => {
+                    return Err(ReadError::Lost(Lost {
+                        shard: part.root.name.to_string(),
+                        stripe: slice.stripe,
+                        needs: "its record".into(),
+                        missing: vec![error.to_string()],
+                    })
+                    .into());
+                }
+                other => break other?,
             }
-            other => other?,
         };
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {
@@ -527,32 +532,46 @@ fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<(), ClientErr
     Ok(())
 }
 
-/// Syncs and renames what is whole; removes the temporary files of what is not.
+/// Syncs and renames what is whole, all or as much as the file system lets; no temporary file stays.
 fn finish_output(
     output: &RestoreRequest,
     parts: &[Part],
     opened: &[usize],
     whole: bool,
 ) -> Result<(), ClientError> {
-    let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
-    for part in opened.iter().filter_map(|&at| parts.get(at)) {
-        let failed = |source: DiskError| ClientError::Output { path: part.path.clone(), source };
-        if !whole {
+    let parts: Vec<&Part> = opened.iter().filter_map(|&at| parts.get(at)).collect();
+    let finished = if whole { publish(&*output.out, &parts) } else { Ok(()) };
+    if !whole || finished.is_err() {
+        for part in parts {
+            // What has its final name is not there any more.
             let _ = output.out.remove(&part.temporary);
-            continue;
         }
+    }
+    finished
+}
+
+fn publish(out: &dyn Disk, parts: &[&Part]) -> Result<(), ClientError> {
+    let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
+    let failed = |part: &Part, source| ClientError::Output { path: part.path.clone(), source };
+    // What can fail for want of space, before the first file takes the place of an older one.
+    for part in parts {
         let mut above = String::new();
         for folder in part.path.split('/').rev().skip(1).collect::<Vec<_>>().into_iter().rev() {
             above = if above.is_empty() { folder.to_owned() } else { format!("{above}/{folder}") };
-            output.out.create_dir(&above).map_err(failed)?;
+            out.create_dir(&above).map_err(|source| failed(part, source))?;
             folders.insert(above.clone());
         }
-        output.out.open(&part.temporary).and_then(|file| file.sync()).map_err(failed)?;
-        output.out.rename(&part.temporary, &part.path).map_err(failed)?;
+        let synced = out.open(&part.temporary).and_then(|file| file.sync());
+        synced.map_err(|source| failed(part, source))?;
+    }
+    for part in parts {
+        let renamed = out.rename(&part.temporary, &part.path);
+        renamed.map_err(|source| failed(part, source))?;
     }
     for folder in folders {
-        let failed = |source| ClientError::Output { path: folder.clone(), source };
-        output.out.sync_dir(&folder).map_err(failed)?;
+        let path = if folder.is_empty() { "the folder itself".into() } else { folder.clone() };
+        let synced = out.sync_dir(&folder);
+        synced.map_err(|source| ClientError::Output { path, source })?;
     }
     Ok(())
 }

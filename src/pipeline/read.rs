@@ -12,10 +12,12 @@ mod source;
 mod state;
 mod way;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
@@ -40,7 +42,7 @@ use crate::topology::Directory;
 use crate::wire::calls::Suspect;
 use crate::workers::{WorkerDied, Workers};
 
-/// Wrong files that one restore remembers; a cluster with more is past reading around them.
+/// Bad files that one restore remembers; a cluster with more is past reading around them.
 const MAX_ROTTEN: usize = 65_536;
 
 /// How far a reading has come, and whom it has been patient with.
@@ -49,6 +51,8 @@ struct Progress {
     left: Range<u64>,
     /// Nodes that were passed over because they were slow: once each. Then they are waited for as long as it has to be.
     passed: BTreeSet<NodeId>,
+    /// The node that was busy last: others come first.
+    busy: Option<NodeId>,
     patience: Patience,
 }
 
@@ -103,7 +107,9 @@ pub enum ReadError {
         code: String,
     },
     /// Decoded bytes are not what was saved though every piece was what its receipt says.
-    #[error("stripe {stripe}, grain {grain}: the decoded bytes are not what was saved")]
+    #[error(
+        "stripe {stripe}, grain {grain}: the decoded bytes are not what was saved, and nothing says which piece is wrong: try again when the node with the receipt answers"
+    )]
     Decoded {
         /// The stripe.
         stripe: StripeId,
@@ -135,6 +141,9 @@ impl ReadError {
     }
 }
 
+/// A file that is not what its node says.
+pub type BadFile = (StripeId, NodeId, FileName);
+
 /// What readers of one restore share.
 pub struct Reading {
     /// Calls to nodes.
@@ -148,33 +157,76 @@ pub struct Reading {
     /// What went wrong and was survived, for the report.
     pub incidents: Mutex<Vec<String>>,
     /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
-    pub rotten: Mutex<BTreeSet<(StripeId, NodeId, FileName)>>,
+    pub rotten: Mutex<BTreeSet<BadFile>>,
+    /// Files that their nodes list and do not give: a way over others comes first, however slow their nodes are.
+    pub unreadable: Mutex<BTreeSet<BadFile>>,
+    /// Nodes that gave no answer though they were waited for, and when that was.
+    pub unreached: Mutex<BTreeMap<NodeId, Duration>>,
+    /// How long a source is waited for until a grain is there, on average of the latest, in microseconds.
+    pub grain_wait_us: AtomicU64,
     /// Stripes of which a replica was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
     /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
     pub leaving: Mutex<BTreeSet<StripeId>>,
 }
 
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Reading {
-    fn begin(&self, left: Range<u64>) -> Progress {
-        Progress { left, passed: BTreeSet::new(), patience: self.patience() }
+    /// A restore over these nodes that has met nothing yet, but for `incidents`.
+    pub fn new(
+        caller: Arc<Caller>,
+        workers: Workers,
+        entropy: Arc<dyn Entropy>,
+        directory: Directory,
+        incidents: Vec<String>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            caller,
+            workers,
+            entropy,
+            directory,
+            incidents: Mutex::new(incidents),
+            rotten: Mutex::default(),
+            unreadable: Mutex::default(),
+            unreached: Mutex::default(),
+            grain_wait_us: AtomicU64::new(0),
+            leaving: Mutex::default(),
+        })
     }
 
-    fn patience(&self) -> Patience {
+    fn begin(&self, left: Range<u64>) -> Progress {
+        Progress { left, passed: BTreeSet::new(), busy: None, patience: self.patience() }
+    }
+
+    /// For one that waits for a busy node.
+    pub fn patience(&self) -> Patience {
         Patience::new(self.caller.clock().clone(), self.entropy.clone())
     }
 
     fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
-        let rotten = self.rotten.lock().unwrap_or_else(PoisonError::into_inner);
-        rotten.contains(&(stripe, node, file))
+        lock(&self.rotten).contains(&(stripe, node, file))
     }
 
     fn is_leaving(&self, stripe: StripeId) -> bool {
-        self.leaving.lock().unwrap_or_else(PoisonError::into_inner).contains(&stripe)
+        lock(&self.leaving).contains(&stripe)
+    }
+
+    /// What of `held` has not failed to be read.
+    fn readable(&self, stripe: StripeId, held: &Held) -> Held {
+        let unreadable = lock(&self.unreadable);
+        let is_good = |node, file| !unreadable.contains(&(stripe, node, file));
+        let mut good = held.clone();
+        for (node, files) in &mut good {
+            files.retain(|view| is_good(*node, view.file));
+        }
+        good
     }
 
     fn note(&self, incident: String) {
         tracing::warn!("{incident}");
-        let mut incidents = self.incidents.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut incidents = lock(&self.incidents);
         if incidents.len() < 1000 {
             incidents.push(incident);
         }
@@ -210,20 +262,33 @@ impl StripeReader {
         let is_leaving = reading.is_leaving(stripe);
         let receipt = receipt.as_ref();
         let wanted = Wanted { root: &root, info: &info, state, receipt, blocks, is_leaving };
+        let find = |held: &Held| wanted.find_way(&reading.readable(stripe, held));
         // An error is no way, and none that waiting mends.
-        let is_enough = |held: &Held| wanted.find_way(held).map_or(true, |way| way.is_some());
+        let is_enough = |held: &Held| find(held).map_or(true, |way| way.is_some());
         let mut held = Held::new();
         inspect_all(&reading, stripe, &known, INSPECT_LIMIT, &mut held, is_enough).await;
-        let mut found = wanted.find_way(&held)?;
-        if found.is_none() {
+        let mut found = find(&held)?;
+        let mut patience = reading.patience();
+        let way = loop {
+            if let Some(way) = found {
+                break way;
+            }
             // Everybody else of the ring, and the silent ones again.
             nodes.extend(root.ring.iter().map(|member| member.node));
             let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
-            inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
-            found = wanted.find_way(&held)?;
-        }
-        let Some(way) = found else {
-            return Err(ReadError::Lost(wanted.explain(&reading.directory, &held)));
+            let busy =
+                inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
+            // What could not be read once may be read now, when there is nothing else.
+            found = find(&held)?.or(wanted.find_way(&held)?);
+            match busy {
+                _ if found.is_some() => {}
+                None => return Err(ReadError::Lost(wanted.explain(&reading, &held))),
+                Some(node) if !patience.wait().await => {
+                    let (node, reason) = (reading.directory.name(node), "it says so".into());
+                    return Err(ReadError::Busy { stripe, node, reason });
+                }
+                Some(_) => {}
+            }
         };
         Ok(Self { reading, root, key, info, way })
     }
@@ -266,15 +331,19 @@ impl StripeReader {
         let mut progress = self.reading.begin(grains.start..end);
         let mut is_turned = false;
         while !progress.left.is_empty() {
-            // Who was silent comes last, but for its turn after one that is busy.
+            // Who was silent comes last, but for its turn after one that is busy; and of those, who was passed over in this stripe.
             let comes_first =
                 |source: &&Holding| is_turned || !self.reading.directory.is_silent(source.node);
-            let Some(&source) = sources.iter().find(comes_first).or(sources.first()) else {
+            let is_new = |source: &&Holding| !progress.passed.contains(&source.node);
+            let best = sources.iter().find(comes_first).or_else(|| sources.iter().find(is_new));
+            let Some(&source) = best.or(sources.first()) else {
                 return Err(ReadError::Lost(Lost {
                     shard: self.root.name.to_string(),
                     stripe: self.info.fixed.stripe.index,
                     needs: format!("a good replica of block {}", block + 1),
-                    missing: vec!["every holder failed while it was read".into()],
+                    missing: vec![
+                        "every holder failed while it was read (see the incidents)".into(),
+                    ],
                 }));
             };
             let from = progress.left.start;
@@ -335,6 +404,7 @@ impl StripeReader {
                 Ok(()) => return Ok(()),
                 Err(Stop::Fatal(error)) => return Err(error),
                 Err(Stop::Busy { holding, reason }) => {
+                    progress.busy = Some(holding.node);
                     self.wait(&mut progress.patience, &holding, reason).await?;
                 }
                 Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
@@ -363,12 +433,16 @@ impl StripeReader {
             needs: format!("{} good pieces that span", code.k()),
             missing: vec![format!("only {} pieces are left", available.len())],
         };
-        let is_heard = |piece: &usize| !self.reading.directory.is_silent(pieces[piece].node);
-        let (mut chosen, silent): (Vec<usize>, Vec<usize>) =
-            available.iter().copied().partition(is_heard);
+        let node = |piece: &usize| pieces[piece].node;
+        let is_busy = |piece: &usize| progress.busy == Some(node(piece));
+        let is_ready =
+            |piece: &usize| !is_busy(piece) && !self.reading.directory.is_silent(node(piece));
+        let (mut chosen, mut others): (Vec<usize>, Vec<usize>) =
+            available.iter().copied().partition(is_ready);
         let mut program = reconstruct(code, &chosen, &wanted);
-        // No more of the silent than it takes.
-        for piece in silent {
+        // No more of the busy and the silent than it takes; who is busy has its piece, who was passed over perhaps not.
+        others.sort_by_key(|piece| (progress.passed.contains(&node(piece)), !is_busy(piece)));
+        for piece in others {
             if program.is_ok() {
                 break;
             }
@@ -444,21 +518,24 @@ impl StripeReader {
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
         if fault == Fault::Gone && matches!(holding.file, FileName::Replica { .. }) {
-            let mut leaving = self.reading.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut leaving = lock(&self.reading.leaving);
             if leaving.len() < MAX_ROTTEN {
                 leaving.insert(stripe);
             }
         }
-        if fault != Fault::Rotten {
-            return;
-        }
-        let mut known = self.reading.rotten.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = match fault {
+            Fault::Silent => return,
+            Fault::Gone => &self.reading.unreadable,
+            Fault::Rotten => &self.reading.rotten,
+        };
+        let mut known = lock(known);
         if known.len() < MAX_ROTTEN {
             known.insert((stripe, holding.node, holding.file));
         }
         drop(known);
         if let Some(to) = self.reading.directory.address(holding.node) {
-            // The node looks for itself, and sets the file aside if it is rotten. Nobody waits for that.
+            // The node looks for itself: it sets the file aside if it is rotten, and takes it off its list if it is gone. Nobody waits
+            // for that.
             let (caller, file) = (self.reading.caller.clone(), holding.file);
             tokio::spawn(async move {
                 let _ = caller.call(&to, &Suspect { stripe, file }).await;

@@ -23,7 +23,7 @@ const ASK_AT_ONCE: usize = 4;
 pub enum RecordsError {
     /// No node gave a good one.
     #[error(
-        "{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, or none is reachable"
+        "{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, busy, or not reached"
     )]
     Lost {
         /// Which record.
@@ -34,6 +34,8 @@ pub enum RecordsError {
         asked: usize,
         /// How many of them did not say whether they have it.
         silent: usize,
+        /// How many of these because they are busy.
+        busy: usize,
         /// What they answered, shortened.
         answers: String,
     },
@@ -79,7 +81,7 @@ async fn ask<T>(
         })
         .buffer_unordered(ASK_AT_ONCE);
     let mut failures: HashMap<String, usize> = HashMap::new();
-    let mut silent = 0;
+    let (mut silent, mut busy) = (0, 0);
     while let Some((answer, node)) = answers.next().await {
         let failure = match answer {
             Ok(Some(bytes)) => match accept(&bytes) {
@@ -91,11 +93,13 @@ async fn ask<T>(
             },
             Ok(None) => "not there".to_owned(),
             Err(error) => {
-                if error.is_unanswered() {
+                let is_busy = error.kind() == Kind::Busy;
+                busy += usize::from(is_busy);
+                if error.is_unanswered() && !is_busy {
                     directory.heard(NodeId::of(&node.name), false);
                 }
                 silent += usize::from(error.is_unanswered() || error.kind().is_transient());
-                format!("{:?}", error.kind())
+                format!("{:?}", error.kind()).to_lowercase()
             }
         };
         *failures.entry(failure).or_default() += 1;
@@ -104,12 +108,23 @@ async fn ask<T>(
         failures.into_iter().map(|(failure, count)| format!("{failure}: {count}")).collect();
     answers.sort_unstable();
     Err(RecordsError::Lost {
-        what: format!("{record:?}"),
+        what: what(&record),
         shard: root.name.to_string(),
         asked,
         silent,
+        busy,
         answers: answers.join(", "),
     })
+}
+
+/// What people call it.
+fn what(record: &RecordName) -> String {
+    match record {
+        RecordName::Leaves => "the list of stripes".into(),
+        RecordName::Stripe { index } => format!("the record of stripe {index}"),
+        RecordName::Receipt { index, .. } => format!("the receipt of stripe {index}"),
+        RecordName::Mark => "the commit mark".into(),
+    }
 }
 
 /// First `first`, then the ring's other nodes; live ones before those that seem dead.

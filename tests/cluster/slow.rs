@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use rapidraid::client::{Client, RestoreRequest};
 use rapidraid::id::Step;
-use rapidraid::store::MemoryDisk;
+use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::units::GRAIN_BYTES;
-use rapidraid::wire::calls::{PlanChoice, Read};
+use rapidraid::wire::calls::{PlanChoice, Read, Suspect};
 use tokio::time::Instant;
 
-use crate::world::{World, content, job, options, read_file, save};
+use crate::world::{World, content, job, options, read_file, restore, save};
 
 /// What a trickling node takes for 64 KiB: each grain comes before anybody would call it silent.
 const TRICKLE: Duration = Duration::from_millis(900);
@@ -103,5 +103,44 @@ async fn when_all_that_is_left_is_slow_it_is_waited_for() {
         // Two stripes are read at once.
         let needed = TRICKLE * in_a_row / 2;
         assert!(lasted < needed + Duration::from_secs(10), "{lasted:?} of {needed:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_holder_is_asked_when_the_quick_one_cannot_give_its_file() {
+    let world = World::simulated(4, &[(4, 2)], 128 << 10, 3).await;
+    let client = world.client();
+    save(&client, 1, &[("a", &content(200_000, 1))]).await;
+    // Removed behind the node's back: it still lists the block.
+    let holders = world.files(|path| path.ends_with("block-00.rep"));
+    let [(quick, path), (slow, _)] = &holders[..] else { panic!("{holders:?}") };
+    world.machines[*quick].disk.remove(path).unwrap();
+    // An answer of some hundred bytes comes when the others have been enough for long.
+    world.slow(*slow, Duration::from_secs(200));
+    world.requests.listen();
+    let listed = format!("node{quick:02}");
+    let suspected = || world.requests.of::<Suspect>().iter().any(|(_, to, _)| *to == listed);
+    let recovers = async {
+        world.until("the node is told that it lists what it does not give", suspected).await;
+        world.slow(*slow, Duration::ZERO);
+    };
+    let (restored, ()) = tokio::join!(restore(&client, 1), recovers);
+    let (out, report) = restored.unwrap();
+    assert!(read_file(&*out, "a") == content(200_000, 1));
+    assert!(report.incidents.iter().any(|text| text.contains("left out")), "{report:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_is_slow_when_all_are() {
+    // A reader behind a thin link: 22 streams of 0.2 MB/s.
+    for archived in [true, false] {
+        let (world, client, len) = saved(16, (16, 11), archived).await;
+        for index in 1..=16 {
+            world.slow(index, Duration::from_millis(300));
+        }
+        world.requests.listen();
+        timed(&world, &client, len).await;
+        let asked = world.requests.of::<Read>();
+        assert!(asked.iter().all(|(_, _, read)| read.from == 0), "a source was passed over");
     }
 }

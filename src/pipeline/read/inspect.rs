@@ -1,6 +1,7 @@
 //! Before a stripe is read: what the nodes say that they hold of it. Nobody waits long for one of them when the others are enough.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -9,61 +10,65 @@ use futures_util::stream::FuturesUnordered;
 use super::Reading;
 use crate::clock::deadline;
 use crate::id::{NodeId, StripeId};
+use crate::kind::Kind;
 use crate::net::call::address;
 use crate::wire::calls::{FileView, Inspect};
 
 /// While nodes say what they have, one that keeps the others waiting for so long is left out where these are enough.
 const SLOW_INSPECT_LIMIT: Duration = Duration::from_millis(500);
-/// The same where the others answered at once: what a busy machine may take before it answers.
-const QUICK_INSPECT_LIMIT: Duration = Duration::from_millis(100);
-/// In between: so many times what the latest answer took. On long links that is more than `SLOW_INSPECT_LIMIT`, which then holds.
+/// The same where the others answered at once: a node that is farther away, or busy, has time for a handshake and an answer.
+const QUICK_INSPECT_LIMIT: Duration = Duration::from_millis(200);
+/// In between: so many times what the latest answer took.
 const SLOW_FACTOR: u32 = 4;
 /// A node that does not say within this what it has is left out at first.
 pub(super) const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 pub(super) const PATIENT_LIMIT: Duration = Duration::from_secs(6);
-/// What nodes say that they hold of a stripe.
+/// Whoever did not answer within [`PATIENT_LIMIT`] is not waited for again before this has passed: a restore has thousands of stripes.
+const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
+
+/// What nodes say that they hold of a stripe, without files that are known to give wrong bytes.
 pub(super) type Held = BTreeMap<NodeId, Vec<FileView>>;
 
 /// Asks `nodes` what they hold, at most `limit`, and adds it to `held`. Those that are slow are waited for only until `is_enough` of
-/// what the others hold; then they count as silent.
+/// what the others hold; then they count as silent until their answer comes after all. Gives one that is too busy to say.
 pub(super) async fn inspect_all(
-    reading: &Reading,
+    reading: &Arc<Reading>,
     stripe: StripeId,
     nodes: &BTreeSet<NodeId>,
     limit: Duration,
     held: &mut Held,
     is_enough: impl Fn(&Held) -> bool,
-) {
-    let asks = nodes.iter().map(|&node| async move {
-        let Some(to) = reading.directory.address(node) else { return (node, None) };
-        let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
-        let news = reading.directory.heard(node, answer.is_ok());
-        if let (Err(error), true) = (&answer, news) {
-            reading.note(format!("{} is left out: {error}", to.name));
-        }
-        (node, answer.ok())
+) -> Option<NodeId> {
+    let clock = reading.caller.clock().clone();
+    let asked = clock.now();
+    let asks = nodes.iter().copied().filter(|node| reading.may_answer(*node)).map(|node| {
+        let reading = reading.clone();
+        async move { (node, ask(&reading, stripe, node, limit).await) }
     });
     let mut asks: FuturesUnordered<_> = asks.collect();
     let mut left = nodes.clone();
-    let clock = &**reading.caller.clock();
-    let asked = clock.now();
     let mut patience = SLOW_INSPECT_LIMIT;
-    let mut is_slow = false;
+    let (mut is_slow, mut busy) = (false, None);
     loop {
         let next = match is_slow {
             true => Ok(asks.next().await),
-            false => deadline(clock, patience, asks.next()).await,
+            false => deadline(&*clock, patience, asks.next()).await,
         };
         match next {
-            Ok(None) => return,
+            Ok(None) => return busy,
             Ok(Some((node, answer))) => {
                 left.remove(&node);
-                if let Some(mut files) = answer {
-                    let took = clock.now().saturating_sub(asked) * SLOW_FACTOR;
-                    patience = took.clamp(QUICK_INSPECT_LIMIT, SLOW_INSPECT_LIMIT);
-                    files.retain(|view| !reading.is_rotten(stripe, node, view.file));
-                    held.insert(node, files);
+                match answer {
+                    Answer::Files(files) => {
+                        held.insert(node, files);
+                        let took = clock.now().saturating_sub(asked) * SLOW_FACTOR;
+                        patience = took.clamp(QUICK_INSPECT_LIMIT, SLOW_INSPECT_LIMIT);
+                        // The pause counts from the latest answer: others may be on their way.
+                        is_slow = false;
+                    }
+                    Answer::Busy => busy = Some(node),
+                    Answer::Silence => {}
                 }
             }
             Err(_) => is_slow = true,
@@ -77,5 +82,48 @@ pub(super) async fn inspect_all(
             let node = reading.directory.name(node);
             tracing::info!(node, "slow: it is left out at first");
         }
+    }
+    // Whoever answers yet takes part in the stripes that come. Ends within `limit`.
+    tokio::spawn(async move { while asks.next().await.is_some() {} });
+    busy
+}
+
+enum Answer {
+    Files(Vec<FileView>),
+    /// It has what it has, and no time now.
+    Busy,
+    Silence,
+}
+
+async fn ask(reading: &Reading, stripe: StripeId, node: NodeId, limit: Duration) -> Answer {
+    let Some(to) = reading.directory.address(node) else { return Answer::Silence };
+    let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
+    let error = match answer {
+        Ok(mut files) => {
+            reading.directory.heard(node, true);
+            files.retain(|view| !reading.is_rotten(stripe, node, view.file));
+            return Answer::Files(files);
+        }
+        Err(error) if error.kind() == Kind::Busy => return Answer::Busy,
+        Err(error) => error,
+    };
+    if reading.directory.heard(node, false) {
+        reading.note(format!("{} is left out: {error}", to.name));
+    }
+    if limit >= PATIENT_LIMIT {
+        reading.is_unreached(node);
+    }
+    Answer::Silence
+}
+
+impl Reading {
+    fn may_answer(&self, node: NodeId) -> bool {
+        let unreached = super::lock(&self.unreached);
+        let now = self.caller.clock().now();
+        unreached.get(&node).is_none_or(|since| now.saturating_sub(*since) > UNREACHED_LIMIT)
+    }
+
+    fn is_unreached(&self, node: NodeId) {
+        super::lock(&self.unreached).insert(node, self.caller.clock().now());
     }
 }

@@ -1,6 +1,7 @@
 //! A file on a node as a source of a stripe: opened against what the record or receipt says it is, then read grain by grain, each
 //! verified by the file's own tree before anybody uses it.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,11 +9,12 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
 use super::way::Holding;
-use super::{Progress, ReadError, StripeReader};
+use super::{Progress, ReadError, Reading, StripeReader};
 use crate::clock::deadline;
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
 use crate::kind::Kind;
+use crate::net::NetError;
 use crate::net::call::{CallError, Exchange, address};
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{Read, ReadAnswer};
@@ -20,8 +22,13 @@ use crate::wire::calls::{Read, ReadAnswer};
 /// A source that gives nothing for so long, or has come to be so far behind [`SLOW_PACE`], is passed over, for others that may do
 /// without it.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
-/// The time in which the slowest source that nobody minds gives a grain while it is waited for: 1 MB/s.
+/// The time in which the slowest source that nobody minds gives a grain while it is waited for: 1 MB/s. Where all are slow, because the
+/// reader's own link is, it is [`SLOW_FACTOR`] times what they take on average.
 const SLOW_PACE: Duration = Duration::from_millis(64);
+/// A source is not slow before it takes so many times what the others take.
+const SLOW_FACTOR: u32 = 4;
+/// How many of the latest grains the average is over.
+const WAITS_KEPT: u64 = 16;
 /// The same for the answer to an open.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
 /// A source that gives nothing for so long, when it is tried again for want of others, is left out.
@@ -62,7 +69,7 @@ pub(super) enum Stop {
 /// What is wrong with a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// Its node does not have it any more.
+    /// Its node does not have it any more, or cannot read it.
     Gone,
     /// Its node does not answer.
     Silent,
@@ -95,6 +102,28 @@ pub(super) async fn all<T>(
     }
     done.sort_unstable_by_key(|(at, _)| *at);
     Ok(done.into_iter().map(|(_, value)| value).collect())
+}
+
+impl Reading {
+    /// The time for a grain that makes no source slow.
+    fn pace(&self) -> Duration {
+        let mean = Duration::from_micros(self.grain_wait_us.load(Ordering::Relaxed));
+        SLOW_PACE.max(mean * SLOW_FACTOR)
+    }
+
+    /// A grain was waited for so long. One that is much later than the others hardly counts, or a slow source would excuse itself.
+    /// Approximate: two at once may count as one.
+    fn waited(&self, took: Duration) {
+        let took = took.as_micros() as u64;
+        let mean = match self.grain_wait_us.load(Ordering::Relaxed) {
+            0 => took,
+            mean => {
+                let most = mean * u64::from(SLOW_FACTOR) + 1000;
+                mean - mean / WAITS_KEPT + took.min(most) / WAITS_KEPT
+            }
+        };
+        self.grain_wait_us.store(mean, Ordering::Relaxed);
+    }
 }
 
 impl StripeReader {
@@ -173,21 +202,30 @@ impl StripeReader {
         };
         let clock = &**self.reading.caller.clock();
         let began = clock.now();
+        let pace = self.reading.pace();
         let limit = match file.behind {
             _ if is_patient => STALL_LIMIT,
-            Some(behind) => SLOW_LIMIT + SLOW_PACE - behind,
+            Some(behind) => SLOW_LIMIT + pace - behind,
             None => SLOW_LIMIT,
         };
         let read = deadline(clock, limit, exchange.recv.read_exact(want)).await;
+        let took = clock.now() - began;
+        self.reading.waited(took);
         if let Some(behind) = &mut file.behind {
             // Only while it is waited for: a source is not slow because its reader is.
-            *behind = (*behind + (clock.now() - began)).saturating_sub(SLOW_PACE).min(SLOW_LIMIT);
+            *behind = (*behind + took).saturating_sub(pace).min(SLOW_LIMIT);
         }
         let read = read.map_err(|late| match is_patient {
             true => stop(late.to_string(), Fault::Silent),
             false => Stop::Slow { holdings: vec![holding] },
         })?;
-        let bytes = read.map_err(|error| stop(error.to_string(), Fault::Silent))?;
+        let bytes = read.map_err(|error| match error {
+            // Its disk failed, and not its node.
+            NetError::Reset { .. } if error.kind() == Kind::Io => {
+                stop("it cannot be read there".into(), Fault::Gone)
+            }
+            error => stop(error.to_string(), Fault::Silent),
+        })?;
         if tree.verify_grain(grain, &bytes) {
             Ok(bytes)
         } else {

@@ -1,6 +1,7 @@
 //! The state of a stripe as its nodes tell it, for whoever reads without a catalogue (docs/semantics.md, 6).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::Reading;
 use super::inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
@@ -16,7 +17,7 @@ const ATTEMPTS_ASKED: usize = 4;
 /// pieces are there and a node has the receipt. A receipt exists only when all n pieces were proven, so it does not matter whether the
 /// catalogue had come to know of it. Nodes that are silent are asked too when `is_patient`.
 pub async fn state_on_nodes(
-    reading: &Reading,
+    reading: &Arc<Reading>,
     root: &ShardRoot,
     index: u32,
     is_patient: bool,

@@ -4,14 +4,13 @@
 
 use std::collections::BTreeMap;
 
-use super::ReadError;
 use super::inspect::Held;
+use super::{ReadError, Reading};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
 use crate::pipeline::records::StripeInfo;
-use crate::topology::Directory;
 
 /// A file on a node, and the BLAKE3 that it must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,11 +110,14 @@ impl Wanted<'_> {
     }
 
     /// What it needs and what is missing, when there is no way.
-    pub(super) fn explain(&self, directory: &Directory, held: &Held) -> Lost {
+    pub(super) fn explain(&self, reading: &Reading, held: &Held) -> Lost {
         let &Wanted { root, info, state, receipt, blocks, .. } = self;
+        let directory = &reading.directory;
         let (n, k) = (usize::from(root.n), usize::from(root.k));
-        let gone = |node: NodeId| {
-            if held.contains_key(&node) { "has it no more" } else { "is not reached" }
+        let gone = |node: NodeId, file| match held.contains_key(&node) {
+            true if reading.is_rotten(info.fixed.stripe, node, file) => "has a damaged copy",
+            true => "has it no more",
+            false => "is not reached",
         };
         let mut missing = Vec::new();
         let needs = match (state, receipt) {
@@ -132,13 +134,20 @@ impl Wanted<'_> {
                         files.iter().any(|view| view.file == file && view.root == piece.root)
                     }) {
                         let (number, node) = (piece.piece + 1, directory.name(piece.node));
-                        missing.push(format!("piece {number} (node {node} {})", gone(piece.node)));
+                        missing.push(format!(
+                            "piece {number} (node {node} {})",
+                            gone(piece.node, file)
+                        ));
                     }
                 }
                 format!("{k} of its {n} pieces")
             }
             (StripeState::Archived { .. }, None) => {
-                missing.push("its receipt, which would name the pieces".into());
+                let found = held.values().flatten();
+                let is_piece = |file| matches!(file, FileName::Piece { .. });
+                let found = found.filter(|view| is_piece(view.file)).count();
+                missing.push(format!("all but {found} of them"));
+                missing.push("its receipt, which would name the nodes that have them".into());
                 format!("{k} of its {n} pieces")
             }
             _ => {
@@ -147,10 +156,11 @@ impl Wanted<'_> {
                         && replicas_of(info, block, held).is_empty()
                     {
                         let layout = Layout::new(n, k).into_iter();
+                        let file = FileName::Replica { block };
                         let at = layout.flat_map(|layout| layout.holders(block.into()));
                         let nodes = at.filter_map(|position| info.places.get(position));
                         let nodes: Vec<String> = nodes
-                            .map(|&node| format!("{} {}", directory.name(node), gone(node)))
+                            .map(|&node| format!("{} {}", directory.name(node), gone(node, file)))
                             .collect();
                         missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
                     }

@@ -21,6 +21,8 @@ pub enum Arm {
     SeaweedFs,
     /// The transfers of a chain, of processes that only receive and send: the daemons' transport.
     LineQuic,
+    /// What the nodes of a chain do with their disks, of processes that receive, send and code nothing.
+    LineDisk,
     /// One stream of a checkpoint's bytes over one link: the daemons' transport.
     LinkQuic,
     /// The same with a window of 4 MiB.
@@ -65,6 +67,7 @@ impl Arm {
             Arm::RandomStar => "random-star",
             Arm::SeaweedFs => "seaweedfs",
             Arm::LineQuic => "line-quic",
+            Arm::LineDisk => "line-disk",
             Arm::LinkQuic => "link-quic",
             Arm::LinkQuicWide => "link-quic-wide",
             Arm::LinkQuicBbr => "link-quic-bbr",
@@ -92,6 +95,7 @@ impl Arm {
             Arm::RandomStar => Kind::Archive("random-star"),
             Arm::SeaweedFs => Kind::SeaweedFs,
             Arm::LineQuic => transfer("quic", true),
+            Arm::LineDisk => transfer("disk", true),
             Arm::LinkQuic => transfer("quic", false),
             Arm::LinkQuicWide => transfer("quic-wide", false),
             Arm::LinkQuicBbr => transfer("quic-bbr", false),
@@ -122,7 +126,7 @@ pub enum Kind {
     Archive(&'static str),
     /// A checkpoint that is read back, with so many nodes killed.
     Restore(usize),
-    /// Processes that only receive and send.
+    /// Processes that only receive and send, or only write.
     Transfer(Transfer),
     /// SeaweedFS beside the daemons.
     SeaweedFs,

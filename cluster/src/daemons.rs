@@ -1,5 +1,6 @@
 //! The daemons of one cluster on its hosts, and the commands that its client runs.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use serde_json::Value;
 
 use crate::experiment::Conditions;
 use crate::hosts::{HostNo, Hosts};
-use crate::stop::{Stop, own_group};
+use crate::stop::{Stop, checked, own_group};
 
 /// How long all daemons together may take to be ready.
 const READY_LIMIT: Duration = Duration::from_secs(60);
@@ -17,8 +18,12 @@ const READY_LIMIT: Duration = Duration::from_secs(60);
 const ASK_LIMIT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(50);
 
-/// Makes the daemon's number known, and gives its place to the daemon.
-const START: &str = r#"echo $$ > "$1/pid" && exec "$2" node --stop-at-eof --config "$1/rapidraid.toml" >/dev/null 2>"$1/log""#;
+/// Makes the daemon's number known, and gives its place to the daemon: folder, program, more options.
+const START: &str = r#"home=$1 program=$2 && shift 2 && echo $$ > "$home/pid" &&
+    exec "$program" node --stop-at-eof --config "$home/rapidraid.toml" "$@" >/dev/null 2>"$home/log""#;
+
+/// Sets the peak of process `$1` to what it has now (proc(5), clear_refs).
+const FORGET_PEAK: &str = r#"{ echo 5 > "/proc/$1/clear_refs"; } 2>/dev/null || true"#;
 
 /// A cluster that runs. Daemons end with it: each watches a pipe from here.
 pub struct Daemons<'a> {
@@ -43,7 +48,7 @@ pub struct Reading {
     pub received_bytes: u64,
     /// Processor time of the daemon, user and system.
     pub cpu_s: f64,
-    /// The most memory that it has had.
+    /// The most memory that it has had, since it began or since [`Daemons::forget_peak`].
     pub peak_bytes: u64,
 }
 
@@ -121,8 +126,10 @@ impl<'a> Daemons<'a> {
             // What an earlier daemon wrote there would be taken for this one's.
             self.on(node, "rm", &["-f", &format!("{folder}/log"), &format!("{folder}/pid")])?;
             let program = self.hosts.program();
-            let mut command =
-                self.hosts.command(node, "sh", &["-c", START, "sh", &folder, program]);
+            let listen = listen(&self.hosts.address(node));
+            let mut words = vec!["-c", START, "sh", &folder, program];
+            words.extend(listen.iter().flat_map(|listen| ["--set", listen.as_str()]));
+            let mut command = self.hosts.command(node, "sh", &words);
             forget_settings(&mut command);
             command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::inherit());
             let child = own_group(&mut command).spawn().context("cannot start a daemon")?;
@@ -220,6 +227,22 @@ impl<'a> Daemons<'a> {
             .with_context(|| format!("rapidraid {} printed no JSON", arguments.join(" ")))
     }
 
+    /// From now on the most memory of every daemon counts from here.
+    pub fn forget_peaks(&self) -> Result<()> {
+        for (node, running) in self.running.iter().enumerate() {
+            if let Some(running) = running {
+                self.forget_peak(node, running.pid)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same for a process of a host. A kernel that cannot do it leaves the peak as it is.
+    pub fn forget_peak(&self, host: HostNo, pid: u32) -> Result<()> {
+        self.on(host, "sh", &["-c", FORGET_PEAK, "sh", &pid.to_string()])?;
+        Ok(())
+    }
+
     /// What every node's daemon and link tell; daemons that do not run tell nothing.
     pub fn read(&self) -> Result<Vec<Reading>> {
         (0..self.hosts.nodes()).map(|node| self.read_one(node)).collect()
@@ -269,6 +292,12 @@ pub fn reading(text: &str) -> Option<Reading> {
     })
 }
 
+/// The setting with which a daemon listens only where others reach it. Of a name nobody knows here which of the host's
+/// addresses that is: its daemon listens on all.
+fn listen(address: &str) -> Option<String> {
+    address.parse::<SocketAddr>().ok().map(|address| format!("listen={address}"))
+}
+
 /// The most memory that a process has had, from its `/proc/PID/status`.
 pub fn peak_of(status: &str) -> Option<u64> {
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -292,20 +321,6 @@ fn forget_settings(command: &mut Command) {
     }
 }
 
-/// What a command prints; an error has what it complains of.
-fn checked(
-    stop: &Stop,
-    command: Command,
-    limit: Duration,
-    meanwhile: impl FnMut() -> Result<()>,
-) -> Result<Vec<u8>> {
-    let line = crate::stop::shown(&command);
-    let output = stop.run(command, limit, meanwhile)?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "`{line}` failed ({}): {}", output.status, said.trim());
-    Ok(output.stdout)
-}
-
 fn answer(stop: &Stop, mut command: Command, limit: Duration) -> Result<Vec<u8>> {
     forget_settings(&mut command);
     checked(stop, command, limit, || Ok(()))
@@ -326,5 +341,28 @@ mod tests {
         let alone = reading(&format!("{stat}\n{status}\n")).unwrap();
         assert_eq!((alone.sent_bytes, alone.cpu_s), (0, 1.75));
         assert_eq!(reading("cat: no such file"), None);
+    }
+
+    #[test]
+    fn a_daemon_listens_where_it_is_reached() {
+        assert_eq!(listen("10.0.0.1:7440").unwrap(), "listen=10.0.0.1:7440");
+        assert_eq!(listen("node-1.example:7440"), None);
+    }
+
+    #[test]
+    fn a_peak_is_forgotten() {
+        const BYTES: u64 = 256 << 20;
+        let own = std::process::id().to_string();
+        if !Path::new("/proc/self/clear_refs").exists() {
+            return;
+        }
+        let peak = || peak_of(&std::fs::read_to_string("/proc/self/status").unwrap()).unwrap();
+        drop(std::hint::black_box(vec![1u8; BYTES as usize]));
+        assert!(peak() > BYTES);
+        for pid in [own.as_str(), "4294967295"] {
+            let forgot = Command::new("sh").args(["-c", FORGET_PEAK, "sh", pid]).status().unwrap();
+            assert!(forgot.success());
+        }
+        assert!(peak() < BYTES, "{}", peak());
     }
 }

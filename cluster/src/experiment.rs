@@ -1,7 +1,7 @@
 //! Experiment files: what is asked, under which conditions, and what is compared.
 //!
 //! A file has one question, settings, and points. A point changes some settings; without points there is one. At each point a
-//! cluster is brought up and every arm is played once a round, in turn, so that what drifts meets all arms alike.
+//! cluster is brought up and every arm is played once a round, in an order drawn for it, so that what drifts meets all arms alike.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -179,6 +179,11 @@ pub struct Conditions {
 }
 
 impl Conditions {
+    /// The same with links as they are. Slow nodes are refused before.
+    pub fn unshaped(self) -> Self {
+        Self { rate_mbit: None, client_rate_mbit: None, ..self }
+    }
+
     /// Bytes of a checkpoint.
     pub fn checkpoint_bytes(&self) -> u64 {
         u64::from(self.shards) * u64::from(self.k) * self.block_bytes

@@ -1,7 +1,8 @@
 //! What theory says an archiving takes, in block times: the time that one block's bytes take over one shaped link.
 //!
 //! The plans' transfers are those of the paper, section III and V-A: the chain makes n-1, each node taking one block in and giving one
-//! out; the naive star brings k blocks to a coder, which sends n-k-1 pieces out; the best star saves the two that its coder has.
+//! out; the naive star brings k blocks to a coder, which sends n-k-1 pieces out; the best star saves those that its coder has:
+//! two, but one when n = 2k, as then no node has two.
 
 use serde::Serialize;
 
@@ -34,19 +35,20 @@ pub struct Cost {
     pub block_times: f64,
 }
 
-/// The model of an archiving; `None` for what has none.
+/// The model of an archiving; `None` for what has none, such as links that are not all alike.
 pub fn cost(arm: Arm, at: &Conditions) -> Option<Cost> {
-    if at.stream.is_some() {
+    if at.stream.is_some() || at.slow_nodes > 0 || at.relayed.is_some() {
         return None;
     }
     let (n, k) = (u64::from(at.n), u64::from(at.k));
     let spare = n - k;
+    let local = if n < 2 * k { 2 } else { 1 };
     let chunks = at.block_bytes.div_ceil(rapidraid::units::GRAIN_BYTES) as f64;
     // Transfers of one stripe, and what its busiest direction of a link carries of them.
     let (transfers, busiest) = match arm {
         Arm::Chain => (n - 1, (chunks + n as f64 - 2.0) / chunks),
         Arm::NaiveStar => (k + spare - 1, k as f64),
-        Arm::BestStar => (k - 2 + spare - 1, (k - 2) as f64),
+        Arm::BestStar => (k - local + spare - 1, (k - local).max(spare - 1) as f64),
         // Of several, the busiest coder is a matter of luck.
         Arm::RandomStar if at.shards == 1 => (k + spare - 1, k as f64),
         Arm::LineQuic => {
@@ -66,7 +68,13 @@ pub fn cost(arm: Arm, at: &Conditions) -> Option<Cost> {
 
 #[cfg(test)]
 mod tests {
+    use rapidraid::code::{Code, RsCode};
+    use rapidraid::format::geometry::StripeCut;
+    use rapidraid::id::{Attempt, NodeId, PeerName, ShardId, StripeId};
+    use rapidraid::planner::{Subject, best_star};
+
     use super::*;
+    use crate::experiment::Relayed;
 
     fn at(shards: u32, block_bytes: u64) -> Conditions {
         Conditions {
@@ -97,6 +105,48 @@ mod tests {
         assert_eq!(of(Arm::NaiveStar), Cost { transfers: 15, block_times: 11.0 });
         assert_eq!(of(Arm::BestStar), Cost { transfers: 13, block_times: 9.0 });
         assert_eq!(cost(Arm::StripedStar, &one), None);
+    }
+
+    /// Transfers in all and over the busiest direction of a node, of the plan that a cluster runs.
+    fn best_star_of_the_planner(n: u32, k: u32) -> (u64, u64) {
+        const BLOCK_BYTES: u64 = 4 << 20;
+        let code = Code::Rs(RsCode::new(n as usize, k as usize).unwrap());
+        let name = |i| format!("n{i}").parse::<PeerName>().unwrap();
+        let places: Vec<NodeId> = (0..n).map(|i| NodeId::of(&name(i))).collect();
+        let k = k as u8;
+        let len_bytes = BLOCK_BYTES * u64::from(k);
+        let cut = StripeCut { offset_bytes: 0, len_bytes, block_bytes: BLOCK_BYTES, k };
+        let stripe = StripeId { shard: ShardId([1; 16]), index: 0 };
+        let attempt = Attempt([2; 16]);
+        let subject = Subject { stripe, attempt, cut, places: &places, code: &code };
+        let plan = best_star(&subject, 0).unwrap();
+        let traffic: Vec<_> = places.iter().map(|&node| plan.traffic(node)).collect();
+        let busiest = traffic.iter().map(|at| at.in_bytes.max(at.out_bytes)).max().unwrap();
+        let sent: u64 = traffic.iter().map(|at| at.out_bytes).sum();
+        (sent / BLOCK_BYTES, busiest / BLOCK_BYTES)
+    }
+
+    #[test]
+    fn the_best_star_is_that_of_the_planner() {
+        for (n, k) in [(6, 4), (7, 4), (8, 4), (12, 8), (16, 11), (20, 16)] {
+            let found = cost(Arm::BestStar, &Conditions { n, k, ..at(1, 8 << 20) }).unwrap();
+            let expected = best_star_of_the_planner(n, k);
+            assert_eq!((found.transfers, found.block_times as u64), expected, "({n},{k})");
+        }
+        let eight = Conditions { n: 8, k: 4, nodes: 8, ..at(1, 8 << 20) };
+        let found = cost(Arm::BestStar, &eight);
+        assert_eq!(found, Some(Cost { transfers: 6, block_times: 3.0 }));
+    }
+
+    #[test]
+    fn links_that_differ_have_no_model() {
+        let one = at(1, 8 << 20);
+        let relayed = Some(Relayed { nodes: 2, delay_ms: 50, loss_percent: 0.0 });
+        for differing in
+            [Conditions { slow_nodes: 4, ..one.clone() }, Conditions { relayed, ..one }]
+        {
+            assert_eq!(cost(Arm::Chain, &differing), None);
+        }
     }
 
     #[test]

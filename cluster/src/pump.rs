@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 
 use crate::daemons::peak_of;
-use crate::pump_tls;
+use crate::{pump_disk, pump_tls};
 
 /// Others are started one after the other.
 const MEET_LIMIT: Duration = Duration::from_secs(30);
@@ -47,6 +47,8 @@ pub enum Over {
     Tcp,
     /// TLS 1.3 over TCP.
     TcpTls,
+    /// Nothing: a piece is written, synced, read back and hashed, below the folder of the identity.
+    Disk,
 }
 
 /// What one process is to do.
@@ -141,6 +143,11 @@ enum Kept {
 impl Pump {
     /// Runs it; its own runtime is that of the daemon.
     pub fn run(&self) -> Result<Took> {
+        if self.over == Over::Disk {
+            let before = cpu_s();
+            let seconds = pump_disk::piece(&self.identity, self.bytes)?;
+            return Ok(Took { seconds, cpu_s: cpu_s() - before, peak_bytes: peak_bytes() });
+        }
         ensure!(self.listen.is_some() || self.to.is_some(), "--listen, --to, or both");
         rapidraid::cli::runtime()?.block_on(self.both())
     }
@@ -194,6 +201,7 @@ impl Pump {
             Over::QuicBbr => self.meet_quic(WIDE_BYTES, Congestion::Bbr).await,
             Over::Tcp => self.meet_tcp(None).await,
             Over::TcpTls => self.meet_tcp(Some(pump_tls::Tls::read(&self.identity)?)).await,
+            Over::Disk => bail!("nothing is sent"),
         }
     }
 
@@ -205,9 +213,10 @@ impl Pump {
         let limits =
             TransportLimits { stream_window_bytes, congestion, ..TransportLimits::default() };
         let (identity, clock) = (identity(&self.identity)?, SystemClock::new());
-        let any = SocketAddr::from(([0, 0, 0, 0], 0));
-        let at = self.listen.unwrap_or(any);
-        let transport = QuicTransport::listen(at, &identity, &limits, clock).await?;
+        let transport = match self.listen {
+            Some(at) => QuicTransport::listen(at, &identity, &limits, clock).await?,
+            None => QuicTransport::connect_only(&identity, &limits, clock).await?,
+        };
         let accept = async {
             if self.listen.is_none() {
                 return Ok(None);
@@ -339,6 +348,18 @@ mod tests {
             for took in [took, other] {
                 assert!(took.seconds > 0.0 && took.cpu_s > 0.0, "{over:?}: {took:?}");
             }
+        }
+    }
+
+    #[test]
+    fn one_process_sends_to_another() {
+        for over in [Over::Quic, Over::TcpTls] {
+            let folder = tempfile::tempdir().unwrap();
+            let (mut sender, mut receiver) = pumps(folder.path(), over);
+            (sender.listen, receiver.to) = (None, None);
+            let sending = std::thread::spawn(move || sender.run().unwrap());
+            let (received, sent) = (receiver.run().unwrap(), sending.join().unwrap());
+            assert!(received.seconds > 0.0 && sent.seconds == 0.0, "{over:?}: {received:?}");
         }
     }
 }

@@ -26,9 +26,13 @@ pub struct Record {
     pub command: String,
     /// Date, UTC.
     pub date: String,
-    /// What `rapidraid --version` says.
+    /// What `rapidraid --version` says on the first host.
     pub program: String,
-    /// The machine that ran it.
+    /// The commit of the repository that the experiment's file lies in, with `+` when its sources differ from it;
+    /// absent where git knows none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+    /// The machine that is the first host, and where all hosts are this machine the only one.
     pub machine: Machine,
     /// How links are made.
     pub links: Value,
@@ -85,7 +89,8 @@ pub struct RunRecord {
     pub cpu_s: f64,
     /// Share of the machine's processors that was busy, where all hosts are this machine.
     pub busy: Option<f64>,
-    /// The most memory that one of them has had so far.
+    /// The most memory that one of them had in this run, where the host's kernel forgets earlier peaks; else since it
+    /// began.
     pub peak_bytes: u64,
     /// What else there is to say.
     #[serde(default)]
@@ -129,21 +134,54 @@ impl Record {
 }
 
 impl Machine {
+    /// What a shell is asked for [`Machine::parse`].
+    pub const ASKED: &str = "cat /proc/cpuinfo /proc/meminfo; echo \"processors: $(nproc)\"; \
+                             echo \"kernel: $(cat /proc/sys/kernel/osrelease)\"";
+
     /// This one.
     pub fn this() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-        let field = |text: &str, name: &str| {
-            let line = text.lines().find(|line| line.starts_with(name));
-            line.and_then(|line| Some(line.split_once(':')?.1.trim().to_owned()))
+        let parts = ["/proc/cpuinfo", "/proc/meminfo"].map(read).concat();
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let kernel = read("/proc/sys/kernel/osrelease");
+        Self::parse(&format!("{parts}\nprocessors: {processors}\nkernel: {kernel}"))
+    }
+
+    /// From lines of `name: value`; what is not there is empty or 0.
+    pub fn parse(text: &str) -> Self {
+        let field = |name: &str| {
+            let pairs = text.lines().filter_map(|line| line.split_once(':'));
+            let value = pairs.filter(|(found, _)| found.trim() == name).map(|(_, value)| value);
+            value.map(str::trim).next().unwrap_or_default()
         };
-        let memory = field(&read("/proc/meminfo"), "MemTotal");
-        let memory_kib: u64 =
-            memory.and_then(|text| text.split_whitespace().next()?.parse().ok()).unwrap_or(0);
+        let number = |name: &str| -> Option<u64> {
+            field(name).split_whitespace().next().and_then(|word| word.parse().ok())
+        };
         Self {
-            processor: field(&read("/proc/cpuinfo"), "model name").unwrap_or_default(),
-            processors: std::thread::available_parallelism().map_or(1, usize::from),
-            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
-            memory_bytes: memory_kib << 10,
+            processor: field("model name").to_owned(),
+            processors: number("processors").unwrap_or(0) as usize,
+            kernel: field("kernel").to_owned(),
+            memory_bytes: number("MemTotal").unwrap_or(0) << 10,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_tells_of_itself_as_another_would() {
+        let sh = std::process::Command::new("sh").args(["-c", Machine::ASKED]).output().unwrap();
+        let (told, this) = (Machine::parse(&String::from_utf8_lossy(&sh.stdout)), Machine::this());
+        assert!(told.memory_bytes > 0 && told.processors > 0, "{told:?}");
+        assert_eq!((told.memory_bytes, told.kernel), (this.memory_bytes, this.kernel));
+        assert_eq!(told.processor, this.processor);
+        let other = "processor\t: 0\nmodel name\t: A: b\nMemTotal:  8 kB\nprocessors: 3\nkernel: 6";
+        let other = Machine::parse(other);
+        assert_eq!(
+            (other.processor.as_str(), other.processors, other.memory_bytes),
+            ("A: b", 3, 8192)
+        );
     }
 }

@@ -29,7 +29,7 @@ pub struct Row {
     pub cpu_s_per_gb: f64,
     /// Share of the machine that was busy.
     pub busy: Option<f64>,
-    /// The most memory of a daemon, ever.
+    /// The most memory of a daemon in one of the runs.
     pub peak_bytes: u64,
 }
 
@@ -56,7 +56,7 @@ pub fn rows(record: &Record, point: &PointRecord) -> Vec<Row> {
             let checkpoints = at.stream.map_or(1.0, |stream| f64::from(stream.saves));
             (at.block_bytes as f64, at.checkpoint_bytes() as f64 * checkpoints)
         });
-        let payload = block_bytes / model::payload_share();
+        let payload = block_bytes / payload_share(point, conditions.as_ref());
         let busy = spread(runs_of(arm).filter_map(|run| run.busy)).map(|busy| busy.median);
         rows.push(Row {
             arm,
@@ -72,6 +72,15 @@ pub fn rows(record: &Record, point: &PointRecord) -> Vec<Row> {
         });
     }
     rows
+}
+
+/// Payload bytes of a byte on a link, as they were when the record was made; where links had no rate, as they are now.
+fn payload_share(point: &PointRecord, conditions: Option<&Conditions>) -> f64 {
+    let rate = conditions.and_then(|at| Some((at.block_bytes, at.rate_mbit?)));
+    let recorded = point.block_time_s.zip(rate).map(|(seconds, (block_bytes, rate_mbit))| {
+        block_bytes as f64 * 8.0 / (seconds * f64::from(rate_mbit) * 1e6)
+    });
+    recorded.unwrap_or_else(model::payload_share)
 }
 
 /// The tables, as Markdown: it reads well on a terminal too.
@@ -147,4 +156,32 @@ fn table(record: &Record, point: &PointRecord) -> String {
 /// Median and quartiles.
 fn between(spread: &Spread, digits: usize) -> String {
     format!("{:.digits$} ({:.digits$} to {:.digits$})", spread.median, spread.low, spread.high)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// A record whose blocks took twice as long as their bytes: half of what a link carried was payload.
+    #[test]
+    fn a_record_is_shown_by_its_own_block_time() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let experiment =
+            crate::experiment::Experiment::read(&folder.join("experiments/one-shard.toml"), false);
+        let at = experiment.unwrap().conditions(false).unwrap().remove(0);
+        let rate = f64::from(at.rate_mbit.unwrap());
+        let mut point = PointRecord {
+            label: String::new(),
+            conditions: serde_json::Value::Null,
+            block_time_s: Some(2.0 * at.block_bytes as f64 * 8.0 / (rate * 1e6)),
+            runs: Vec::new(),
+        };
+        assert!((payload_share(&point, Some(&at)) - 0.5).abs() < 1e-9);
+        point.block_time_s = Some(model::block_time_s(at.block_bytes, at.rate_mbit.unwrap()));
+        assert!((payload_share(&point, Some(&at)) - model::payload_share()).abs() < 1e-9);
+        point.block_time_s = None;
+        assert_eq!(payload_share(&point, Some(&at)), model::payload_share());
+    }
 }

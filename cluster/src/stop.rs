@@ -7,7 +7,7 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 use std::{fs::File, io::Read as _, io::Seek as _};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 /// How often what is waited for is looked at. Times that are measured are taken by the programs themselves.
 const POLL: Duration = Duration::from_millis(10);
@@ -91,6 +91,20 @@ impl Stop {
         }?;
         Ok(Output { status, stdout: read_back(&mut out)?, stderr: read_back(&mut err)? })
     }
+}
+
+/// What a command prints; an error has what it complains of.
+pub fn checked(
+    stop: &Stop,
+    command: Command,
+    limit: Duration,
+    meanwhile: impl FnMut() -> Result<()>,
+) -> Result<Vec<u8>> {
+    let line = shown(&command);
+    let output = stop.run(command, limit, meanwhile)?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "`{line}` failed ({}): {}", output.status, said.trim());
+    Ok(output.stdout)
 }
 
 /// A group of its own: Ctrl-C is for this program, which then ends its children.

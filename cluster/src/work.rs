@@ -1,9 +1,13 @@
 //! The folder of one run. Its name has the number of the process that made it, so that whoever comes later knows
-//! whether it is in use; it goes with the run, and leftovers of runs that were killed go with the next one.
+//! whether it is in use, and a random number that nobody can know before; it goes with the run, and leftovers of runs
+//! that were killed go with the next one.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use rapidraid::entropy::{Entropy as _, SystemEntropy};
 
 const PREFIX: &str = "rapidraid-cluster-";
 
@@ -14,12 +18,16 @@ pub struct WorkFolder {
 }
 
 impl WorkFolder {
-    /// A new one under `parent`; those of dead runs there are removed first.
+    /// A new one under `parent`; those of dead runs there are removed first. It has keys: nobody else may look into
+    /// it, and nobody else can have made it.
     pub fn create(parent: &Path) -> Result<Self> {
-        remove_leftovers(parent)?;
-        let path = parent.join(format!("{PREFIX}{}", std::process::id()));
-        std::fs::create_dir_all(&path)
-            .with_context(|| format!("cannot make {}", path.display()))?;
+        remove_leftovers(parent);
+        let random = SystemEntropy.below(1 << 32);
+        let path = parent.join(format!("{PREFIX}{}-{random:08x}", std::process::id()));
+        let made = std::fs::create_dir_all(parent)
+            .and_then(|()| DirBuilder::new().mode(0o700).create(&path));
+        let hint = || format!("cannot make {}; name another place with --work", path.display());
+        made.with_context(hint)?;
         Ok(Self { path })
     }
 
@@ -36,22 +44,36 @@ impl Drop for WorkFolder {
     }
 }
 
-/// Removes the folders of runs that are no more.
-pub fn remove_leftovers(parent: &Path) -> Result<()> {
-    let Ok(entries) = std::fs::read_dir(parent) else { return Ok(()) };
+/// Removes the folders of runs that are no more; how many stay. One that stays, such as one of root, does not keep
+/// anybody from running.
+pub fn remove_leftovers(parent: &Path) -> usize {
+    let Ok(entries) = std::fs::read_dir(parent) else { return 0 };
+    let mut stay = 0;
     for entry in entries.flatten() {
         let name = entry.file_name();
-        let Some(owner) = name.to_str().and_then(|name| name.strip_prefix(PREFIX)) else {
+        let owner = name.to_str().and_then(owner_of);
+        if owner.is_none_or(is_running) {
             continue;
-        };
-        if owner.parse().is_ok_and(|owner| !is_running(owner)) {
-            let path = entry.path();
-            std::fs::remove_dir_all(&path).with_context(|| {
-                format!("cannot remove what a killed run left: {}", path.display())
-            })?;
+        }
+        let path = entry.path();
+        if let Err(error) = std::fs::remove_dir_all(&path) {
+            eprintln!(
+                "rapidraid-cluster: a killed run left {}, which stays: {error}; its owner removes it with \
+                 `rapidraid-cluster clean`",
+                path.display()
+            );
+            stay += 1;
         }
     }
-    Ok(())
+    stay
+}
+
+/// The process that made a folder of this name, `PREFIX` and its number, with or without a random number after it.
+fn owner_of(name: &str) -> Option<u32> {
+    let rest = name.strip_prefix(PREFIX)?;
+    let (owner, random) = rest.split_once('-').unwrap_or((rest, "0"));
+    let is_random = !random.is_empty() && random.bytes().all(|byte| byte.is_ascii_hexdigit());
+    owner.parse().ok().filter(|_| is_random)
 }
 
 /// Whether the process `pid` is a run of this program. Another program may have got the number since.
@@ -63,13 +85,21 @@ pub fn is_running(pid: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     #[test]
     fn only_folders_of_dead_runs_go() {
         let parent = tempfile::tempdir().unwrap();
         // 1 is the machine's first process; no process has the greatest number.
-        for name in ["rapidraid-cluster-1", "rapidraid-cluster-4294967295", "rapidraid-cluster-x"] {
+        for name in [
+            "rapidraid-cluster-1",
+            "rapidraid-cluster-4294967295",
+            "rapidraid-cluster-4294967295-00c0ffee00c0ffee",
+            "rapidraid-cluster-4294967295-notes",
+            "rapidraid-cluster-x",
+        ] {
             std::fs::create_dir(parent.path().join(name)).unwrap();
         }
         let work = WorkFolder::create(parent.path()).unwrap();
@@ -80,10 +110,24 @@ mod tests {
             names
         };
         let own = work.path().file_name().unwrap().to_str().unwrap().to_owned();
-        let mut expected = vec!["rapidraid-cluster-x".to_owned(), own];
+        let others = ["rapidraid-cluster-4294967295-notes", "rapidraid-cluster-x"];
+        let mut expected = [&others[..], &[own.as_str()]].concat();
         expected.sort();
         assert_eq!(left(), expected);
+        let mode = std::fs::metadata(work.path()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
         drop(work);
-        assert_eq!(left(), ["rapidraid-cluster-x"]);
+        assert_eq!(left(), others);
+    }
+
+    #[test]
+    fn two_folders_of_one_process_differ_and_what_cannot_be_removed_is_left() {
+        let parent = tempfile::tempdir().unwrap();
+        // No folder, so that removing it as one fails, also for root.
+        std::fs::write(parent.path().join("rapidraid-cluster-4294967295"), "").unwrap();
+        let first = WorkFolder::create(parent.path()).unwrap();
+        let second = WorkFolder::create(parent.path()).unwrap();
+        assert_ne!(first.path(), second.path());
+        assert_eq!(remove_leftovers(parent.path()), 1);
     }
 }

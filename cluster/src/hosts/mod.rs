@@ -33,6 +33,11 @@ pub trait Hosts: Sync {
     /// How many nodes there are; the client is the host of that number.
     fn nodes(&self) -> usize;
 
+    /// Whether all hosts are this machine, whose processors they then share.
+    fn is_here(&self) -> bool {
+        true
+    }
+
     /// `HOST:PORT` under which node `node` is reached.
     fn address(&self, node: HostNo) -> String;
 

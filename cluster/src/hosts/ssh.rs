@@ -17,6 +17,10 @@ use crate::work::WorkFolder;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// How long a host may take to answer the first time.
 const CONNECT_S: u32 = 10;
+/// The exit code of ssh itself; all others are those of the command there.
+const SSH_FAILED: i32 = 255;
+/// Makes a run's folder, `$2`. Hosts of an inventory may be one machine: then it is there already, and ours.
+const MAKE_FOLDER: &str = r#"mkdir -p "$1" && { mkdir -m 700 "$2" || test -O "$2"; }"#;
 
 /// An inventory file.
 #[derive(Debug, Clone, Deserialize)]
@@ -29,7 +33,7 @@ pub struct Inventory {
     /// The `rapidraid` program on the hosts.
     #[serde(default = "default_program")]
     pub program: String,
-    /// Where the daemons keep their data; a new folder is made in it.
+    /// Where the daemons keep their data; a new folder is made in it, so `user` must be able to write there.
     pub folder: PathBuf,
     /// The device whose counters are the link.
     #[serde(default)]
@@ -48,7 +52,7 @@ pub struct Inventory {
 pub struct SshHost {
     /// Where ssh reaches it.
     pub ssh: String,
-    /// Where other hosts reach it.
+    /// Where other hosts reach it. An IP address is one of the machine's own: its daemon listens there only.
     pub address: String,
     /// Its ssh port.
     #[serde(default = "default_port")]
@@ -93,44 +97,69 @@ impl Inventory {
         }
         Ok(inventory)
     }
-}
 
-impl Machines {
-    /// Reaches the first `nodes` machines and the last, which is the client's.
-    pub fn up(nodes: usize, mut inventory: Inventory, work: WorkFolder) -> Result<Self> {
-        let have = inventory.hosts.len();
+    /// An error when there are too few hosts.
+    pub fn has_room(&self, nodes: usize) -> Result<()> {
+        let have = self.hosts.len();
         ensure!(
             have > nodes,
             "the inventory has {have} hosts; {nodes} nodes and a client need {}",
             nodes + 1
         );
-        inventory.hosts.drain(nodes..have - 1);
-        let run = format!("rapidraid-cluster-{}", std::process::id());
+        Ok(())
+    }
+}
+
+impl Machines {
+    /// Reaches the first `nodes` machines and the last, which is the client's.
+    pub fn up(nodes: usize, mut inventory: Inventory, work: WorkFolder) -> Result<Self> {
+        inventory.has_room(nodes)?;
+        let last = inventory.hosts.len() - 1;
+        inventory.hosts.drain(nodes..last);
+        // Its random number tells this run from those of other machines that control the same hosts.
+        let run = work.path().file_name().context("a folder without a name")?;
         let folder = inventory.folder.join(run);
         let sockets = work.path().join("ssh");
         std::fs::create_dir_all(&sockets).context("cannot make a folder for ssh's sockets")?;
         let mut machines = Self { inventory, nodes, folder, sockets, reached: 0, _work: work };
         for host in 0..=nodes {
-            machines.reach(host)?;
+            // What fails half way may have left something there.
             machines.reached = host + 1;
+            machines.reach(host)?;
         }
         Ok(machines)
     }
 
     fn reach(&self, host: HostNo) -> Result<()> {
-        let name = &self.inventory.hosts[host].ssh;
-        let folder = self.folder.to_string_lossy();
-        let made = self.command(host, "mkdir", &["-p", &folder]).stdin(Stdio::null()).output();
-        let made = made.context("cannot start ssh; is it installed?")?;
-        let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
-        ensure!(made.status.success(), "{name} does not answer as {}: {said}", self.inventory.user);
-        let program = self.program();
-        let there = self.command(host, program, &["--version"]).stdin(Stdio::null()).output()?;
+        let (name, user) = (&self.inventory.hosts[host].ssh, &self.inventory.user);
+        let (parent, folder) = (self.inventory.folder.to_string_lossy(), self.folder_text());
+        let ask = |program: &str, arguments: &[&str]| -> Result<(bool, String)> {
+            let asked = self.command(host, program, arguments).stdin(Stdio::null()).output();
+            let asked = asked.context("cannot start ssh; is it installed?")?;
+            let said = String::from_utf8_lossy(&asked.stderr).trim().to_owned();
+            ensure!(
+                asked.status.code() != Some(SSH_FAILED),
+                "{name} does not answer as {user}: {said}; try `ssh {user}@{name}`"
+            );
+            Ok((asked.status.success(), said))
+        };
+        let (is_made, said) = ask("sh", &["-c", MAKE_FOLDER, "sh", &parent, &folder])?;
         ensure!(
-            there.status.success(),
-            "{name} has no {program}: install it, or name it in the inventory"
+            is_made,
+            "{name} cannot make {folder}: {said}; let {user} write into {parent}, or name another \
+             folder in the inventory"
+        );
+        let program = self.program();
+        let (is_there, said) = ask(program, &["--version"])?;
+        ensure!(
+            is_there,
+            "{name} cannot run {program}: {said}; install it, or name it in the inventory"
         );
         Ok(())
+    }
+
+    fn folder_text(&self) -> String {
+        self.folder.to_string_lossy().into_owned()
     }
 
     fn ssh(&self, host: HostNo) -> Command {
@@ -149,6 +178,20 @@ impl Machines {
     }
 }
 
+/// What the command lines of a run's daemons have in them, as `pkill -f` reads it. `[r]` keeps it from matching the
+/// command line that has it, and the `/` at its end from matching a longer name.
+fn pattern(folder: &str) -> String {
+    let (parent, run) = folder.rsplit_once('/').unwrap_or(("", folder));
+    let mut pattern = String::new();
+    for c in parent.chars() {
+        if r"\.^$*+?()[]{}|".contains(c) {
+            pattern.push('\\');
+        }
+        pattern.push(c);
+    }
+    format!("{pattern}/{}/", run.replacen('r', "[r]", 1))
+}
+
 /// A word as the shell at the other end reads it.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
@@ -157,6 +200,10 @@ fn quoted(word: &str) -> String {
 impl Hosts for Machines {
     fn nodes(&self) -> usize {
         self.nodes
+    }
+
+    fn is_here(&self) -> bool {
+        false
     }
 
     fn address(&self, node: HostNo) -> String {
@@ -223,9 +270,8 @@ impl Hosts for Machines {
 
 impl Drop for Machines {
     fn drop(&mut self) {
-        let folder = self.folder.to_string_lossy().into_owned();
-        // Daemons of this run have its folder in their command line. `[r]` keeps the pattern from matching the command that has it.
-        let run = folder.replacen("rapidraid-cluster", "[r]apidraid-cluster", 1);
+        let folder = self.folder_text();
+        let run = pattern(&folder);
         for host in 0..self.reached {
             // None may be left: they end with the pipes that they watch.
             let _ = self.command(host, "pkill", &["-9", "-f", &run]).stdin(Stdio::null()).output();
@@ -256,6 +302,44 @@ mod tests {
     }
 
     #[test]
+    fn only_daemons_of_the_run_match() {
+        let found = pattern("/srv/a.b+c/rapidraid-cluster-7-00ff");
+        assert_eq!(found, r"/srv/a\.b\+c/[r]apidraid-cluster-7-00ff/");
+        let matches = |line: &str| {
+            let mut grep = Command::new("grep");
+            grep.args(["-qE", "-e", &found]).stdin(Stdio::piped());
+            let mut grep = grep.spawn().unwrap();
+            std::io::Write::write_all(&mut grep.stdin.take().unwrap(), line.as_bytes()).unwrap();
+            grep.wait().unwrap().success()
+        };
+        assert!(matches("node --config /srv/a.b+c/rapidraid-cluster-7-00ff/cluster/nodes/a.toml"));
+        for other in
+            ["/srv/a.b+c/rapidraid-cluster-7-00ff0/a", "/srv/axb+c/rapidraid-cluster-7-00ff/"]
+        {
+            assert!(!matches(other), "{other}");
+        }
+        assert!(!matches(&format!("sh -c pkill -9 -f {found}")));
+    }
+
+    #[test]
+    fn a_folder_is_made_once_for_its_owner_only() {
+        let parent = tempfile::tempdir().unwrap();
+        let at = |place: &str| parent.path().join(place).to_string_lossy().into_owned();
+        let make = |parent: &str, folder: &str| {
+            let mut sh = Command::new("sh");
+            sh.args(["-c", MAKE_FOLDER, "sh", parent, folder]).stderr(Stdio::null());
+            sh.status().unwrap().success()
+        };
+        assert!(make(&at("a/b"), &at("a/b/run")));
+        let mode = std::fs::metadata(at("a/b/run")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&mode.permissions());
+        assert_eq!(mode & 0o777, 0o700);
+        // As for a second host on the same machine.
+        assert!(make(&at("a/b"), &at("a/b/run")));
+        assert!(!make(&at("a"), "/proc/run"));
+    }
+
+    #[test]
     fn an_inventory_is_checked() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("inventory.toml");
@@ -263,6 +347,9 @@ mod tests {
         std::fs::write(&file, text).unwrap();
         let inventory = Inventory::read(&file).unwrap();
         assert_eq!((inventory.hosts[0].port, inventory.program.as_str()), (22, "rapidraid"));
+        inventory.has_room(0).unwrap();
+        let few = inventory.has_room(20).unwrap_err().to_string();
+        assert!(few.contains("has 1 hosts") && few.contains("need 21"), "{few}");
         for (from, to, named) in [
             ("user", "usr", "usr"),
             ("ssh = \"10.0.0.1\"", "ssh = \"-oProxyCommand=x\"", "no host"),

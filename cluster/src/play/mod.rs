@@ -11,6 +11,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use rapidraid::entropy::{Entropy as _, SeededEntropy};
 use serde_json::Value;
 
 use crate::arm::{Arm, Kind};
@@ -45,15 +46,14 @@ pub fn point(
     local: &Path,
     experiment: &Experiment,
     at: &Conditions,
-    is_shaped: bool,
     stop: &Stop,
     told: &mut dyn FnMut(&PointRecord) -> Result<()>,
 ) -> Result<()> {
     let client = hosts.nodes();
     for node in 0..client {
-        hosts.shape(node, at.rate_of(node as u32).filter(|_| is_shaped))?;
+        hosts.shape(node, at.rate_of(node as u32))?;
     }
-    hosts.shape(client, at.client_rate_mbit.filter(|_| is_shaped))?;
+    hosts.shape(client, at.client_rate_mbit)?;
     let daemons = Daemons::start(&*hosts, local, at, stop)?;
     let data = hosts.folder().join("data").to_string_lossy().into_owned();
     let is_whole = experiment.arms.contains(&Arm::SeaweedFs);
@@ -74,18 +74,13 @@ pub fn point(
     let mut point = PointRecord {
         label: at.label.clone(),
         conditions: serde_json::to_value(at)?,
-        block_time_s: at
-            .rate_mbit
-            .filter(|_| is_shaped)
-            .map(|rate| model::block_time_s(at.block_bytes, rate)),
+        block_time_s: at.rate_mbit.map(|rate| model::block_time_s(at.block_bytes, rate)),
         runs: Vec::new(),
     };
     for round in 0..at.rounds {
-        let count = experiment.arms.len();
-        for turn in 0..count {
+        for turn in order(experiment.arms.len(), round) {
             stop.check()?;
-            // Another arm goes first each round: what follows a certain arm follows every arm.
-            let arm = experiment.arms[(turn + round as usize) % count];
+            let arm = experiment.arms[turn];
             let run = match arm.kind() {
                 Kind::Archive(plan) => match at.stream {
                     Some(stream) => stream::run(&mut stage, arm, plan, stream, round),
@@ -110,6 +105,17 @@ pub fn point(
         }
     }
     Ok(())
+}
+
+/// The order of `count` arms in a round, drawn by the round's number: the same in every run of a file. No arm always follows the
+/// same one, so that what an arm leaves behind (caches, memory) meets the others; in 15 rounds of four it meets each of them.
+fn order(count: usize, round: u32) -> Vec<usize> {
+    let random = SeededEntropy::new(round.into());
+    let mut order: Vec<usize> = (0..count).collect();
+    for last in (1..count).rev() {
+        order.swap(last, random.below(last as u64 + 1) as usize);
+    }
+    order
 }
 
 impl Stage<'_> {
@@ -163,7 +169,8 @@ struct Meter {
 
 impl Meter {
     fn start(daemons: &Daemons<'_>) -> Result<Self> {
-        Ok(Self { before: daemons.read()?, busy: busy_of_machine() })
+        daemons.forget_peaks()?;
+        Ok(Self { before: daemons.read()?, busy: busy_of_hosts(daemons) })
     }
 
     /// The run's record; `seconds` is what is compared, `command_s` the whole command.
@@ -173,7 +180,7 @@ impl Meter {
         (round, arm): (u32, Arm),
         (seconds, command_s): (f64, f64),
     ) -> Result<RunRecord> {
-        let busy = self.busy.zip(busy_of_machine()).map(|(before, after)| {
+        let busy = self.busy.zip(busy_of_hosts(daemons)).map(|(before, after)| {
             let all = after.1 - before.1;
             if all > 0.0 { (after.0 - before.0) / all } else { 0.0 }
         });
@@ -199,8 +206,11 @@ impl Meter {
     }
 }
 
-/// Busy and all ticks of this machine's processors since it started.
-fn busy_of_machine() -> Option<(f64, f64)> {
+/// Busy and all ticks of this machine's processors since it started; `None` where hosts are other machines.
+fn busy_of_hosts(daemons: &Daemons<'_>) -> Option<(f64, f64)> {
+    if !daemons.hosts().is_here() {
+        return None;
+    }
     let text = std::fs::read_to_string("/proc/stat").ok()?;
     let ticks: Vec<f64> =
         text.lines().next()?.split_whitespace().skip(1).filter_map(|t| t.parse().ok()).collect();
@@ -213,4 +223,26 @@ fn busy_of_machine() -> Option<(f64, f64)> {
 /// A number of the program's JSON.
 fn number(value: &Value, name: &str) -> Result<f64> {
     value[name].as_f64().with_context(|| format!("its JSON has no number {name:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn over_the_rounds_every_arm_follows_every_other() {
+        let mut played = Vec::new();
+        for round in 0..15 {
+            let drawn = order(4, round);
+            assert_eq!(drawn.iter().copied().collect::<BTreeSet<_>>(), (0..4).collect());
+            assert_eq!(drawn, order(4, round));
+            played.extend(drawn);
+        }
+        // The first arm of a round follows the last one of the round before.
+        let neighbours = played.windows(2).map(|pair| (pair[0], pair[1]));
+        let pairs: BTreeSet<_> = neighbours.filter(|(before, after)| before != after).collect();
+        assert_eq!(pairs.len(), 4 * 3, "{pairs:?}");
+    }
 }

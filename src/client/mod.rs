@@ -18,6 +18,7 @@
 
 mod error;
 pub mod files;
+mod output;
 mod record;
 mod restore;
 mod save;
@@ -26,7 +27,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 pub use error::ClientError;
-pub use restore::{RestoreReport, RestoreRequest};
+pub use output::RestoreRequest;
+pub use restore::RestoreReport;
 pub use save::{NewShard, SaveOptions, SaveReport};
 
 use crate::clock::{Clock, SystemClock};

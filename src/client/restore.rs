@@ -1,23 +1,23 @@
 //! Restoring a checkpoint: plan every stripe, refuse if one cannot be read, then stream (docs/semantics.md, 6).
 
-use std::collections::{BTreeSet, HashSet};
-use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
+use super::output::{FileSink, NoSink, RestoreRequest, check_output, finish_output};
 use super::{Client, ClientError, Progress, ProgressFn};
 use crate::format::geometry::StripeCut;
 use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::{Job, ShardName, Step};
+use crate::kind::Kind;
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
 use crate::pipeline::records::{self, RecordsError};
 use crate::stage::{Stage, about_to};
-use crate::store::{Disk, DiskError, DiskFile};
 use crate::topology::Directory;
 use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::calls::GetState;
@@ -26,25 +26,16 @@ use crate::wire::calls::GetState;
 const PLANS_AT_ONCE: usize = 8;
 /// Stripes read at once: each holds up to k streams.
 const STRIPES_AT_ONCE: usize = 2;
-/// How often another way to read a stripe is looked for when the sources of the first have given out.
+/// How often another way to read a stripe is looked for when the sources of the first have given out, and another save of a step that
+/// was replaced meanwhile.
 const MAX_LOOKS: u32 = 3;
+/// How long after a step was found removed it is looked for again: whoever replaces it is at it.
+const REPLACED_WAIT: Duration = Duration::from_millis(500);
 /// How often a stripe's state is followed: it moves forward twice, but seen by marks it may look otherwise from time to time.
 const MAX_MOVES: u32 = 8;
 
 /// The first incident of a restore without a catalogue.
 const BY_MARKS: &str = "no catalogue answers: the checkpoint was found by its commit marks";
-
-/// What to restore, and where to.
-pub struct RestoreRequest {
-    /// The folder that is written to.
-    pub out: Arc<dyn Disk>,
-    /// Overwrite files that exist.
-    pub force: bool,
-    /// Only this shard.
-    pub shard: Option<ShardName>,
-    /// Only these bytes of it; they are written as a file of their own length.
-    pub range: Option<Range<u64>>,
-}
 
 /// What was restored.
 #[derive(Debug, Clone)]
@@ -73,8 +64,8 @@ pub(super) struct Part {
     key: Arc<FingerprintKey>,
     range: Range<u64>,
     /// Below the output folder: the temporary name and the final one.
-    temporary: String,
-    path: String,
+    pub(super) temporary: String,
+    pub(super) path: String,
 }
 
 /// Blocks and grains of one stripe that a range touches.
@@ -83,32 +74,6 @@ struct Slice {
     stripe: u32,
     blocks: Vec<u8>,
     grains: Range<u64>,
-}
-
-struct FileSink {
-    file: Box<dyn DiskFile>,
-    start: u64,
-    done: Arc<dyn Fn(u64) + Send + Sync>,
-}
-
-impl Sink for FileSink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_at(bytes, offset - self.start).map_err(io::Error::other)?;
-        (self.done)(bytes.len() as u64);
-        Ok(())
-    }
-}
-
-/// Counts what was verified, keeps nothing.
-struct NoSink {
-    done: Arc<dyn Fn(u64) + Send + Sync>,
-}
-
-impl Sink for NoSink {
-    fn write_at(&self, _offset: u64, bytes: &[u8]) -> io::Result<()> {
-        (self.done)(bytes.len() as u64);
-        Ok(())
-    }
 }
 
 /// A slice, the state of its stripe that its reader was planned for, and the reader.
@@ -166,7 +131,35 @@ impl Client {
         self.read(job, step, None, None, None, progress).await
     }
 
+    /// Reads a step. One that is replaced meanwhile is read as it is then.
     async fn read(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        output: Option<&RestoreRequest>,
+        shard: Option<&ShardName>,
+        range: Option<Range<u64>>,
+        progress: ProgressFn,
+    ) -> Result<RestoreReport, ClientError> {
+        let (mut looks, mut removed) = (0, None);
+        loop {
+            let (range, progress) = (range.clone(), progress.clone());
+            match self.read_found(job, step, output, shard, range, progress).await {
+                Err(error @ ClientError::Removed { .. }) if looks < MAX_LOOKS => {
+                    removed = Some(error);
+                }
+                // What was there when it was begun was removed since.
+                Err(error) if error.kind() == Kind::NotFound => {
+                    return Err(removed.unwrap_or(error));
+                }
+                result => return result,
+            }
+            looks += 1;
+            self.caller().clock().sleep(REPLACED_WAIT).await;
+        }
+    }
+
+    async fn read_found(
         &self,
         job: &Job,
         step: Option<Step>,
@@ -502,78 +495,6 @@ impl Client {
             })
             .await
     }
-}
-
-/// Before anything is written: no file is in the way, and no shard's file is another's folder.
-fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<(), ClientError> {
-    let files: HashSet<&str> = parts.iter().map(|part| part.path.as_str()).collect();
-    // What cannot be opened may be somebody's all the same.
-    let exists = |path: &str| !matches!(output.out.open(path), Err(DiskError::NotFound { .. }));
-    let is_folder = |path: &str| output.out.list(path).is_ok();
-    for part in parts {
-        let mut parent = part.path.as_str();
-        while let Some((above, _)) = parent.rsplit_once('/') {
-            if files.contains(above) {
-                return Err(ClientError::PathConflict { path: above.to_owned() });
-            }
-            if exists(above) && !is_folder(above) {
-                return Err(ClientError::InTheWay { path: above.to_owned(), found: "a file" });
-            }
-            parent = above;
-        }
-        let path = part.path.clone();
-        if is_folder(&path) {
-            return Err(ClientError::InTheWay { path, found: "a folder" });
-        }
-        if !output.force && exists(&path) {
-            return Err(ClientError::FileExists { path });
-        }
-    }
-    Ok(())
-}
-
-/// Syncs and renames what is whole, all or as much as the file system lets; no temporary file stays.
-fn finish_output(
-    output: &RestoreRequest,
-    parts: &[Part],
-    opened: &[usize],
-    whole: bool,
-) -> Result<(), ClientError> {
-    let parts: Vec<&Part> = opened.iter().filter_map(|&at| parts.get(at)).collect();
-    let finished = if whole { publish(&*output.out, &parts) } else { Ok(()) };
-    if !whole || finished.is_err() {
-        for part in parts {
-            // What has its final name is not there any more.
-            let _ = output.out.remove(&part.temporary);
-        }
-    }
-    finished
-}
-
-fn publish(out: &dyn Disk, parts: &[&Part]) -> Result<(), ClientError> {
-    let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
-    let failed = |part: &Part, source| ClientError::Output { path: part.path.clone(), source };
-    // What can fail for want of space, before the first file takes the place of an older one.
-    for part in parts {
-        let mut above = String::new();
-        for folder in part.path.split('/').rev().skip(1).collect::<Vec<_>>().into_iter().rev() {
-            above = if above.is_empty() { folder.to_owned() } else { format!("{above}/{folder}") };
-            out.create_dir(&above).map_err(|source| failed(part, source))?;
-            folders.insert(above.clone());
-        }
-        let synced = out.open(&part.temporary).and_then(|file| file.sync());
-        synced.map_err(|source| failed(part, source))?;
-    }
-    for part in parts {
-        let renamed = out.rename(&part.temporary, &part.path);
-        renamed.map_err(|source| failed(part, source))?;
-    }
-    for folder in folders {
-        let path = if folder.is_empty() { "the folder itself".into() } else { folder.clone() };
-        let synced = out.sync_dir(&folder);
-        synced.map_err(|source| ClientError::Output { path, source })?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

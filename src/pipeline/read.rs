@@ -6,44 +6,39 @@
 //! others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
 
+mod error;
 mod flow;
 mod inspect;
+mod reading;
 mod source;
 mod state;
 mod way;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
+pub use error::ReadError;
 use futures_util::future::try_join_all;
 use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+pub use reading::Reading;
+use reading::{MAX_BAD_FILES, lock};
 use source::{Fault, Stop, all};
 pub use state::state_on_nodes;
 pub use way::Lost;
 use way::{Holding, Wanted, Way};
 
-use super::patience::{BUSY_LIMIT, Patience};
+use super::patience::Patience;
 use super::records::StripeInfo;
-use crate::code::{Code, CodeError, Program, reconstruct};
-use crate::entropy::Entropy;
+use crate::code::{Code, Program, reconstruct};
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
-use crate::id::{Attempt, NodeId, StripeId};
-use crate::kind::Kind;
-use crate::net::call::Caller;
-use crate::plan::check::{Goal, PlanError, check};
+use crate::id::{Attempt, NodeId};
+use crate::plan::check::{Goal, check};
 use crate::planner::{Subject, direct_read};
-use crate::topology::Directory;
 use crate::wire::calls::Suspect;
-use crate::workers::{WorkerDied, Workers};
-
-/// Bad files that one restore remembers; a cluster with more is past reading around them.
-const MAX_ROTTEN: usize = 65_536;
 
 /// How far a reading has come, and whom it has been patient with.
 struct Progress {
@@ -67,170 +62,6 @@ struct Target {
 pub trait Sink: Send + Sync + 'static {
     /// Writes `bytes` at `offset` of the shard. The same bytes may come again when a stripe's reading begins anew.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-}
-
-/// A stripe could not be read.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ReadError {
-    /// Too much is gone.
-    #[error("{0}")]
-    Lost(Lost),
-    /// A node had no memory free for a reader, again and again.
-    #[error(
-        "stripe {stripe}: node {node} is busy with others for {BUSY_LIMIT:?} now ({reason}): try again later"
-    )]
-    Busy {
-        /// The stripe.
-        stripe: StripeId,
-        /// The node.
-        node: String,
-        /// What it said last.
-        reason: String,
-    },
-    /// The destination failed.
-    #[error("writing at byte {offset}: {source}")]
-    Sink {
-        /// Where in the shard.
-        offset: u64,
-        /// Why.
-        source: io::Error,
-    },
-    /// The code of its pieces is unknown here.
-    #[error(
-        "stripe {stripe} is coded by {code}, which this version does not know: use a newer one"
-    )]
-    UnknownCode {
-        /// The stripe.
-        stripe: StripeId,
-        /// The code's id.
-        code: String,
-    },
-    /// Decoded bytes are not what was saved though every piece was what its receipt says.
-    #[error(
-        "stripe {stripe}, grain {grain}: the decoded bytes are not what was saved, and nothing says which piece is wrong: try again when the node with the receipt answers"
-    )]
-    Decoded {
-        /// The stripe.
-        stripe: StripeId,
-        /// The grain.
-        grain: u64,
-    },
-    /// Our own plan is wrong: a defect.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// Our own arithmetic refused: a defect.
-    #[error(transparent)]
-    Code(#[from] CodeError),
-    /// A worker died.
-    #[error(transparent)]
-    Worker(#[from] WorkerDied),
-}
-
-impl ReadError {
-    /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        match self {
-            ReadError::Lost(_) => Kind::Lost,
-            ReadError::Busy { .. } => Kind::Busy,
-            ReadError::Sink { .. } => Kind::Io,
-            ReadError::UnknownCode { .. } => Kind::Invalid,
-            ReadError::Decoded { .. } => Kind::Corrupt,
-            ReadError::Plan(_) | ReadError::Code(_) | ReadError::Worker(_) => Kind::Internal,
-        }
-    }
-}
-
-/// A file that is not what its node says.
-pub type BadFile = (StripeId, NodeId, FileName);
-
-/// What readers of one restore share.
-pub struct Reading {
-    /// Calls to nodes.
-    pub caller: Arc<Caller>,
-    /// Verifying and decoding.
-    pub workers: Workers,
-    /// Tells readers apart that wait for the same node.
-    pub entropy: Arc<dyn Entropy>,
-    /// The nodes.
-    pub directory: Directory,
-    /// What went wrong and was survived, for the report.
-    pub incidents: Mutex<Vec<String>>,
-    /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
-    pub rotten: Mutex<BTreeSet<BadFile>>,
-    /// Files that their nodes list and do not give: a way over others comes first, however slow their nodes are.
-    pub unreadable: Mutex<BTreeSet<BadFile>>,
-    /// Nodes that gave no answer though they were waited for, and when that was.
-    pub unreached: Mutex<BTreeMap<NodeId, Duration>>,
-    /// How long a source is waited for until a grain is there, on average of the latest, in microseconds.
-    pub grain_wait_us: AtomicU64,
-    /// Stripes of which a replica was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
-    /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
-    pub leaving: Mutex<BTreeSet<StripeId>>,
-}
-
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Reading {
-    /// A restore over these nodes that has met nothing yet, but for `incidents`.
-    pub fn new(
-        caller: Arc<Caller>,
-        workers: Workers,
-        entropy: Arc<dyn Entropy>,
-        directory: Directory,
-        incidents: Vec<String>,
-    ) -> Arc<Self> {
-        Arc::new(Self {
-            caller,
-            workers,
-            entropy,
-            directory,
-            incidents: Mutex::new(incidents),
-            rotten: Mutex::default(),
-            unreadable: Mutex::default(),
-            unreached: Mutex::default(),
-            grain_wait_us: AtomicU64::new(0),
-            leaving: Mutex::default(),
-        })
-    }
-
-    fn begin(&self, left: Range<u64>) -> Progress {
-        Progress { left, passed: BTreeSet::new(), busy: None, patience: self.patience() }
-    }
-
-    /// For one that waits for a busy node.
-    pub fn patience(&self) -> Patience {
-        Patience::new(self.caller.clock().clone(), self.entropy.clone())
-    }
-
-    fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
-        lock(&self.rotten).contains(&(stripe, node, file))
-    }
-
-    fn is_leaving(&self, stripe: StripeId) -> bool {
-        lock(&self.leaving).contains(&stripe)
-    }
-
-    /// What of `held` has not failed to be read.
-    fn readable(&self, stripe: StripeId, held: &Held) -> Held {
-        let unreadable = lock(&self.unreadable);
-        let is_good = |node, file| !unreadable.contains(&(stripe, node, file));
-        let mut good = held.clone();
-        for (node, files) in &mut good {
-            files.retain(|view| is_good(*node, view.file));
-        }
-        good
-    }
-
-    fn note(&self, incident: String) {
-        tracing::warn!("{incident}");
-        let mut incidents = lock(&self.incidents);
-        if incidents.len() < 1000 {
-            incidents.push(incident);
-        }
-    }
 }
 
 /// Reads one stripe.
@@ -519,7 +350,7 @@ impl StripeReader {
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
         if fault == Fault::Gone && matches!(holding.file, FileName::Replica { .. }) {
             let mut leaving = lock(&self.reading.leaving);
-            if leaving.len() < MAX_ROTTEN {
+            if leaving.len() < MAX_BAD_FILES {
                 leaving.insert(stripe);
             }
         }
@@ -529,7 +360,7 @@ impl StripeReader {
             Fault::Rotten => &self.reading.rotten,
         };
         let mut known = lock(known);
-        if known.len() < MAX_ROTTEN {
+        if known.len() < MAX_BAD_FILES {
             known.insert((stripe, holding.node, holding.file));
         }
         drop(known);

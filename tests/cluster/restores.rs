@@ -191,3 +191,28 @@ async fn a_disk_that_fills_leaves_no_file_behind() {
     assert_eq!(files_below(&*out, ""), Vec::<String>::new());
     world.assert_idle().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_step_that_is_replaced_meanwhile_is_read_as_it_is_then() {
+    let world = World::simulated(4, &[(4, 2)], 64 << 10, 5).await;
+    let (writer, reader) = (world.client(), world.client());
+    let versions: Vec<Bytes> = (0..12).map(|seed| content(300_000, seed)).collect();
+    save(&writer, 1, &[("a", &versions[0])]).await;
+    let replacing = async {
+        for bytes in &versions[1..] {
+            let options = SaveOptions { replace: true };
+            writer.save(&job(), Step(1), vec![shard("a", bytes)], options, quiet()).await.unwrap();
+        }
+    };
+    let restoring = async {
+        let mut newest = 0;
+        while newest + 1 < versions.len() {
+            let (out, _) = restore(&reader, 1).await.unwrap();
+            let found = read_file(&*out, "a");
+            let version = versions.iter().position(|bytes| *bytes == found).unwrap();
+            assert!(version >= newest, "{version} after {newest}");
+            newest = version;
+        }
+    };
+    tokio::join!(replacing, restoring);
+}

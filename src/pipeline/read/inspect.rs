@@ -24,9 +24,6 @@ const SLOW_FACTOR: u32 = 4;
 pub(super) const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 pub(super) const PATIENT_LIMIT: Duration = Duration::from_secs(6);
-/// Whoever did not answer within [`PATIENT_LIMIT`] is not waited for again before this has passed: a restore has thousands of stripes.
-const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
-
 /// What nodes say that they hold of a stripe, without files that are known to give wrong bytes.
 pub(super) type Held = BTreeMap<NodeId, Vec<FileView>>;
 
@@ -111,19 +108,7 @@ async fn ask(reading: &Reading, stripe: StripeId, node: NodeId, limit: Duration)
         reading.note(format!("{} is left out: {error}", to.name));
     }
     if limit >= PATIENT_LIMIT {
-        reading.is_unreached(node);
+        reading.gave_no_answer(node);
     }
     Answer::Silence
-}
-
-impl Reading {
-    fn may_answer(&self, node: NodeId) -> bool {
-        let unreached = super::lock(&self.unreached);
-        let now = self.caller.clock().now();
-        unreached.get(&node).is_none_or(|since| now.saturating_sub(*since) > UNREACHED_LIMIT)
-    }
-
-    fn is_unreached(&self, node: NodeId) {
-        super::lock(&self.unreached).insert(node, self.caller.clock().now());
-    }
 }

@@ -1,7 +1,6 @@
 //! A file on a node as a source of a stripe: opened against what the record or receipt says it is, then read grain by grain, each
 //! verified by the file's own tree before anybody uses it.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,7 +8,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
 use super::way::Holding;
-use super::{Progress, ReadError, Reading, StripeReader};
+use super::{Progress, ReadError, StripeReader};
 use crate::clock::deadline;
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
@@ -19,16 +18,9 @@ use crate::net::call::{CallError, Exchange, address};
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{Read, ReadAnswer};
 
-/// A source that gives nothing for so long, or has come to be so far behind [`SLOW_PACE`], is passed over, for others that may do
+/// A source that gives nothing for so long, or has come to be so far behind the pace ([`Reading::pace`](super::Reading)), is passed over, for others that may do
 /// without it.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
-/// The time in which the slowest source that nobody minds gives a grain while it is waited for: 1 MB/s. Where all are slow, because the
-/// reader's own link is, it is [`SLOW_FACTOR`] times what they take on average.
-const SLOW_PACE: Duration = Duration::from_millis(64);
-/// A source is not slow before it takes so many times what the others take.
-const SLOW_FACTOR: u32 = 4;
-/// How many of the latest grains the average is over.
-const WAITS_KEPT: u64 = 16;
 /// The same for the answer to an open.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
 /// A source that gives nothing for so long, when it is tried again for want of others, is left out.
@@ -41,7 +33,7 @@ pub(super) struct OpenFile {
     holding: Holding,
     /// Its node was passed over before: it is waited for as long as it has to be.
     is_patient: bool,
-    /// How far it is behind [`SLOW_PACE`]. `None`: it was known as slow when it was opened, and is needed all the same.
+    /// How far it is behind the pace. `None`: it was known as slow when it was opened, and is needed all the same.
     behind: Option<Duration>,
     open: Option<(Exchange, GrainTree)>,
 }
@@ -102,28 +94,6 @@ pub(super) async fn all<T>(
     }
     done.sort_unstable_by_key(|(at, _)| *at);
     Ok(done.into_iter().map(|(_, value)| value).collect())
-}
-
-impl Reading {
-    /// The time for a grain that makes no source slow.
-    fn pace(&self) -> Duration {
-        let mean = Duration::from_micros(self.grain_wait_us.load(Ordering::Relaxed));
-        SLOW_PACE.max(mean * SLOW_FACTOR)
-    }
-
-    /// A grain was waited for so long. One that is much later than the others hardly counts, or a slow source would excuse itself.
-    /// Approximate: two at once may count as one.
-    fn waited(&self, took: Duration) {
-        let took = took.as_micros() as u64;
-        let mean = match self.grain_wait_us.load(Ordering::Relaxed) {
-            0 => took,
-            mean => {
-                let most = mean * u64::from(SLOW_FACTOR) + 1000;
-                mean - mean / WAITS_KEPT + took.min(most) / WAITS_KEPT
-            }
-        };
-        self.grain_wait_us.store(mean, Ordering::Relaxed);
-    }
 }
 
 impl StripeReader {

@@ -1,0 +1,152 @@
+//! What the readers of one restore share: whom they reach, and what they have learned of nodes and files.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::Progress;
+use super::inspect::Held;
+use crate::entropy::Entropy;
+use crate::format::file::FileName;
+use crate::id::{NodeId, StripeId};
+use crate::net::call::Caller;
+use crate::pipeline::patience::Patience;
+use crate::topology::Directory;
+use crate::workers::Workers;
+
+/// Bad files that one restore remembers; a cluster with more is past reading around them.
+pub(super) const MAX_BAD_FILES: usize = 65_536;
+
+/// The time in which the slowest source that nobody minds gives a grain while it is waited for: 1 MB/s. Where all are slow, because the
+/// reader's own link is, it is [`SLOW_FACTOR`] times what they take on average.
+const SLOW_PACE: Duration = Duration::from_millis(64);
+/// A source is not slow before it takes so many times what the others take.
+const SLOW_FACTOR: u32 = 4;
+/// How many of the latest grains the average is over.
+const WAITS_KEPT: u64 = 16;
+/// Whoever did not answer within [`PATIENT_LIMIT`] is not waited for again before this has passed: a restore has thousands of stripes.
+const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
+
+/// A file that is not what its node says.
+pub(super) type BadFile = (StripeId, NodeId, FileName);
+
+/// What readers of one restore share.
+pub struct Reading {
+    /// Calls to nodes.
+    pub caller: Arc<Caller>,
+    /// Verifying and decoding.
+    pub workers: Workers,
+    /// Tells readers apart that wait for the same node.
+    pub entropy: Arc<dyn Entropy>,
+    /// The nodes.
+    pub directory: Directory,
+    /// What went wrong and was survived, for the report.
+    pub incidents: Mutex<Vec<String>>,
+    /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
+    pub(super) rotten: Mutex<BTreeSet<BadFile>>,
+    /// Files that their nodes list and do not give: a way over others comes first, however slow their nodes are.
+    pub(super) unreadable: Mutex<BTreeSet<BadFile>>,
+    /// Nodes that gave no answer though they were waited for, and when that was.
+    pub(super) unreached: Mutex<BTreeMap<NodeId, Duration>>,
+    /// How long a source is waited for until a grain is there, on average of the latest, in microseconds.
+    pub(super) grain_wait_us: AtomicU64,
+    /// Stripes of which a replica was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
+    /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
+    pub(super) leaving: Mutex<BTreeSet<StripeId>>,
+}
+
+pub(super) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Reading {
+    /// A restore over these nodes that has met nothing yet, but for `incidents`.
+    pub fn new(
+        caller: Arc<Caller>,
+        workers: Workers,
+        entropy: Arc<dyn Entropy>,
+        directory: Directory,
+        incidents: Vec<String>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            caller,
+            workers,
+            entropy,
+            directory,
+            incidents: Mutex::new(incidents),
+            rotten: Mutex::default(),
+            unreadable: Mutex::default(),
+            unreached: Mutex::default(),
+            grain_wait_us: AtomicU64::new(0),
+            leaving: Mutex::default(),
+        })
+    }
+
+    pub(super) fn begin(&self, left: Range<u64>) -> Progress {
+        Progress { left, passed: BTreeSet::new(), busy: None, patience: self.patience() }
+    }
+
+    /// For one that waits for a busy node.
+    pub fn patience(&self) -> Patience {
+        Patience::new(self.caller.clock().clone(), self.entropy.clone())
+    }
+
+    pub(super) fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
+        lock(&self.rotten).contains(&(stripe, node, file))
+    }
+
+    pub(super) fn is_leaving(&self, stripe: StripeId) -> bool {
+        lock(&self.leaving).contains(&stripe)
+    }
+
+    /// What of `held` has not failed to be read.
+    pub(super) fn readable(&self, stripe: StripeId, held: &Held) -> Held {
+        let unreadable = lock(&self.unreadable);
+        let is_good = |node, file| !unreadable.contains(&(stripe, node, file));
+        let mut good = held.clone();
+        for (node, files) in &mut good {
+            files.retain(|view| is_good(*node, view.file));
+        }
+        good
+    }
+
+    pub(super) fn note(&self, incident: String) {
+        tracing::warn!("{incident}");
+        let mut incidents = lock(&self.incidents);
+        if incidents.len() < 1000 {
+            incidents.push(incident);
+        }
+    }
+
+    /// The time for a grain that makes no source slow.
+    pub(super) fn pace(&self) -> Duration {
+        let mean = Duration::from_micros(self.grain_wait_us.load(Ordering::Relaxed));
+        SLOW_PACE.max(mean * SLOW_FACTOR)
+    }
+
+    /// A grain was waited for so long. One that is much later than the others hardly counts, or a slow source would excuse itself.
+    /// Approximate: two at once may count as one.
+    pub(super) fn waited(&self, took: Duration) {
+        let took = took.as_micros() as u64;
+        let mean = match self.grain_wait_us.load(Ordering::Relaxed) {
+            0 => took,
+            mean => {
+                let most = mean * u64::from(SLOW_FACTOR) + 1000;
+                mean - mean / WAITS_KEPT + took.min(most) / WAITS_KEPT
+            }
+        };
+        self.grain_wait_us.store(mean, Ordering::Relaxed);
+    }
+
+    pub(super) fn may_answer(&self, node: NodeId) -> bool {
+        let unreached = lock(&self.unreached);
+        let now = self.caller.clock().now();
+        unreached.get(&node).is_none_or(|since| now.saturating_sub(*since) > UNREACHED_LIMIT)
+    }
+
+    pub(super) fn gave_no_answer(&self, node: NodeId) {
+        lock(&self.unreached).insert(node, self.caller.clock().now());
+    }
+}

@@ -73,7 +73,7 @@ impl Run {
         let mut record = Record {
             schema: SCHEMA,
             experiment,
-            command: std::env::args().collect::<Vec<_>>().join(" "),
+            command: command(std::env::args()),
             date: utc_date(),
             program: local_version(&stop)?,
             commit: commit(&self.file, &stop),
@@ -249,6 +249,15 @@ fn utc_date() -> String {
     let mut date = rapidraid::units::date(since.map_or(0, |since| since.as_secs()));
     date.truncate(10);
     date
+}
+
+/// As it was called, wherever the program lies.
+fn command(words: impl Iterator<Item = String>) -> String {
+    let mut words: Vec<String> = words.collect();
+    if let Some(program) = words.first_mut() {
+        *program = program.rsplit('/').next().unwrap_or_default().to_owned();
+    }
+    words.join(" ")
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use super::{Client, ClientError, Progress, ProgressFn};
 use crate::format::geometry::StripeCut;
 use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::gf::FingerprintKey;
-use crate::id::{Job, ShardName, Step};
+use crate::id::{Job, ShardName, Step, StripeId};
 use crate::kind::Kind;
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
 use crate::pipeline::records::{self, RecordsError};
@@ -337,16 +337,24 @@ impl Client {
         slice: &Slice,
         mut state: StripeState,
     ) -> Result<Planned, ClientError> {
-        let mut moves = 0;
+        let (mut moves, mut patience) = (0, reading.patience());
         loop {
-            match self.plan_in_state(reading, part, leaves, slice, state).await {
+            let error = match self.plan_in_state(reading, part, leaves, slice, state).await {
                 Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
-                Err(error @ ClientError::Read(ReadError::Lost(_))) if moves < MAX_MOVES => {
-                    moves += 1;
-                    state =
-                        self.next_state(reading, part, slice.stripe, state).await?.ok_or(error)?;
-                }
+                Err(ClientError::Read(error)) => error,
                 Err(error) => return Err(error),
+            };
+            let is_busy = matches!(error, ReadError::Busy { .. });
+            if moves >= MAX_MOVES || !(is_busy || matches!(error, ReadError::Lost(_))) {
+                return Err(error.into());
+            }
+            match self.next_state(reading, part, slice.stripe, state).await? {
+                Some(next) => {
+                    moves += 1;
+                    state = next;
+                }
+                None if is_busy && patience.wait().await => {}
+                None => return Err(error.into()),
             }
         }
     }
@@ -372,10 +380,11 @@ impl Client {
         let mut patience = reading.patience();
         loop {
             match records::leaves(&reading.caller, &reading.directory, &part.root).await {
-                Err(RecordsError::Lost { busy: 1.., .. }) if patience.wait().await => {}
                 Err(error @ RecordsError::Lost { .. }) => {
                     self.state(reading, part).await?;
-                    return Err(error.into());
+                    if error.kind() != Kind::Busy || !patience.wait().await {
+                        return Err(error.into());
+                    }
                 }
                 leaves => return Ok(leaves?),
             }
@@ -409,21 +418,23 @@ impl Client {
         state: StripeState,
     ) -> Result<StripeReader, ClientError> {
         let (caller, directory) = (&reading.caller, &reading.directory);
-        let mut patience = reading.patience();
-        let info = loop {
-            match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await {
-                Err(RecordsError::Lost { busy: 1.., .. }) if patience.wait().await => {}
-                Err(error @ RecordsError::Lost { .. }) => {
-                    return Err(ReadError::Lost(Lost {
-                        shard: part.root.name.to_string(),
-                        stripe: slice.stripe,
-                        needs: "its record".into(),
-                        missing: vec![error.to_string()],
-                    })
-                    .into());
-                }
-                other => break other?,
+        let info = match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await
+        {
+            Err(error @ RecordsError::Lost { .. }) if error.kind() == Kind::Busy => {
+                let stripe = StripeId { shard: part.root.shard, index: slice.stripe };
+                let (node, reason) = ("with its record".into(), error.to_string());
+                return Err(ReadError::Busy { stripe, node, reason }.into());
             }
+            Err(error @ RecordsError::Lost { .. }) => {
+                return Err(ReadError::Lost(Lost {
+                    shard: part.root.name.to_string(),
+                    stripe: slice.stripe,
+                    needs: "its record".into(),
+                    missing: vec![error.to_string()],
+                })
+                .into());
+            }
+            other => other?,
         };
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {

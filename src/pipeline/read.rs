@@ -1,7 +1,8 @@
 //! Reading a stripe back, from replicas or from any pieces that span, every grain verified.
 //!
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
-//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails or lies is left out, and reading goes on from the same grain with others.
+//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails or lies is left out, and reading
+//! goes on from the same grain with others.
 //! One that is slow, because it gives nothing or little, is passed over, and comes last from then on: it is waited for only when the
 //! others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
@@ -74,7 +75,7 @@ pub struct StripeReader {
 }
 
 impl StripeReader {
-    /// Finds a way to read `blocks` of the stripe, or says what is missing.
+    /// Finds a way to read `blocks` of the stripe, or says what is missing; busy: nobody knows before a node has time.
     pub async fn plan(
         reading: Arc<Reading>,
         root: Arc<ShardRoot>,
@@ -99,27 +100,25 @@ impl StripeReader {
         let mut held = Held::new();
         inspect_all(&reading, stripe, &known, INSPECT_LIMIT, &mut held, is_enough).await;
         let mut found = find(&held)?;
-        let mut patience = reading.patience();
-        let way = loop {
-            if let Some(way) = found {
-                break way;
-            }
+        let mut busy = None;
+        if found.is_none() {
             // Everybody else of the ring, and the silent ones again.
             nodes.extend(root.ring.iter().map(|member| member.node));
             let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
-            let busy =
-                inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
+            busy = inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
+            found = find(&held)?;
+        }
+        if found.is_none() && busy.is_none() {
             // What could not be read once may be read now, when there is nothing else.
-            found = find(&held)?.or(wanted.find_way(&held)?);
-            match busy {
-                _ if found.is_some() => {}
-                None => return Err(ReadError::Lost(wanted.explain(&reading, &held))),
-                Some(node) if !patience.wait().await => {
-                    let (node, reason) = (reading.directory.name(node), "it says so".into());
-                    return Err(ReadError::Busy { stripe, node, reason });
-                }
-                Some(_) => {}
+            found = wanted.find_way(&held)?;
+        }
+        let way = match (found, busy) {
+            (Some(way), _) => way,
+            (None, Some((node, reason))) => {
+                let node = reading.directory.name(node);
+                return Err(ReadError::Busy { stripe, node, reason });
             }
+            (None, None) => return Err(ReadError::Lost(wanted.explain(&reading, &held))),
         };
         Ok(Self { reading, root, key, info, way })
     }
@@ -160,12 +159,12 @@ impl StripeReader {
     ) -> Result<(), ReadError> {
         let end = crate::units::grains(self.info.fixed.cut.block_len(block)).min(grains.end);
         let mut progress = self.reading.begin(grains.start..end);
-        let mut is_turned = false;
+        let (mut is_turned, mut failed) = (false, Vec::new());
         while !progress.left.is_empty() {
             // Who was silent comes last, but for its turn after one that is busy; and of those, who was passed over in this stripe.
-            let comes_first =
-                |source: &&Holding| is_turned || !self.reading.directory.is_silent(source.node);
             let is_new = |source: &&Holding| !progress.passed.contains(&source.node);
+            let is_heard = |source: &&Holding| !self.reading.directory.is_silent(source.node);
+            let comes_first = |source: &&Holding| is_turned || (is_heard(source) && is_new(source));
             let best = sources.iter().find(comes_first).or_else(|| sources.iter().find(is_new));
             let Some(&source) = best.or(sources.first()) else {
                 return Err(ReadError::Lost(Lost {
@@ -195,6 +194,8 @@ impl StripeReader {
                 Err(Stop::Source { holding, reason, fault }) => {
                     self.left_out(&holding, &reason, fault);
                     sources.retain(|source| *source != holding);
+                    let node = self.reading.directory.name(holding.node);
+                    failed.push(format!("that on {node}, which was left out: {reason}"));
                 }
             }
         }
@@ -266,13 +267,14 @@ impl StripeReader {
         };
         let node = |piece: &usize| pieces[piece].node;
         let is_busy = |piece: &usize| progress.busy == Some(node(piece));
-        let is_ready =
-            |piece: &usize| !is_busy(piece) && !self.reading.directory.is_silent(node(piece));
+        let is_passed = |piece: &usize| progress.passed.contains(&node(piece));
+        let is_heard = |piece: &usize| !self.reading.directory.is_silent(node(piece));
+        let is_ready = |piece: &usize| is_heard(piece) && !is_busy(piece) && !is_passed(piece);
         let (mut chosen, mut others): (Vec<usize>, Vec<usize>) =
             available.iter().copied().partition(is_ready);
         let mut program = reconstruct(code, &chosen, &wanted);
-        // No more of the busy and the silent than it takes; who is busy has its piece, who was passed over perhaps not.
-        others.sort_by_key(|piece| (progress.passed.contains(&node(piece)), !is_busy(piece)));
+        // No more of the silent and the busy than it takes; last who was passed over.
+        others.sort_by_key(|piece| (is_passed(piece), is_busy(piece)));
         for piece in others {
             if program.is_ok() {
                 break;

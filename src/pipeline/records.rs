@@ -48,6 +48,7 @@ impl RecordsError {
     /// What kind of failure this is.
     pub fn kind(&self) -> Kind {
         match self {
+            RecordsError::Lost { busy: 1.., .. } => Kind::Busy,
             RecordsError::Lost { .. } => Kind::Lost,
             RecordsError::Placement(error) => error.kind(),
         }

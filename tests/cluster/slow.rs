@@ -11,7 +11,7 @@ use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::calls::{PlanChoice, Read, Suspect};
 use tokio::time::Instant;
 
-use crate::world::{World, content, job, options, read_file, restore, save};
+use crate::world::{World, content, job, options, quiet, read_file, restore, save};
 
 /// What a trickling node takes for 64 KiB: each grain comes before anybody would call it silent.
 const TRICKLE: Duration = Duration::from_millis(900);
@@ -143,4 +143,21 @@ async fn nobody_is_slow_when_all_are() {
         let asked = world.requests.of::<Read>();
         assert!(asked.iter().all(|(_, _, read)| read.from == 0), "a source was passed over");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_that_is_the_only_one_does_not_excuse_itself() {
+    let (world, client, _) = saved(5, (4, 2), false).await;
+    let read = async || {
+        let (began, out) = (Instant::now(), Arc::new(MemoryDisk::new(1 << 30)));
+        let (shard, range) = (Some("a".parse().unwrap()), Some(0..450_000));
+        let request = RestoreRequest { out, force: false, shard, range };
+        client.restore(&job(), Some(Step(1)), request, quiet()).await.unwrap();
+        began.elapsed()
+    };
+    world.requests.listen();
+    read().await;
+    world.slow(busiest(&world), TRICKLE);
+    let lasted = read().await;
+    assert!(lasted < Duration::from_secs(4), "{lasted:?} for seven grains of one block");
 }

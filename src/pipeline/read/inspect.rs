@@ -24,11 +24,12 @@ const SLOW_FACTOR: u32 = 4;
 pub(super) const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 pub(super) const PATIENT_LIMIT: Duration = Duration::from_secs(6);
-/// What nodes say that they hold of a stripe, without files that are known to give wrong bytes.
+/// What nodes say that they hold of a stripe, without files that gave wrong bytes.
 pub(super) type Held = BTreeMap<NodeId, Vec<FileView>>;
 
 /// Asks `nodes` what they hold, at most `limit`, and adds it to `held`. Those that are slow are waited for only until `is_enough` of
-/// what the others hold; then they count as silent until their answer comes after all. Gives one that is too busy to say.
+/// what the others hold; then they count as silent until their answer comes after all. Gives one that is too busy to say, and
+/// what it said instead.
 pub(super) async fn inspect_all(
     reading: &Arc<Reading>,
     stripe: StripeId,
@@ -36,15 +37,16 @@ pub(super) async fn inspect_all(
     limit: Duration,
     held: &mut Held,
     is_enough: impl Fn(&Held) -> bool,
-) -> Option<NodeId> {
+) -> Option<(NodeId, String)> {
     let clock = reading.caller.clock().clone();
     let asked = clock.now();
-    let asks = nodes.iter().copied().filter(|node| reading.may_answer(*node)).map(|node| {
+    let mut left: BTreeSet<NodeId> =
+        nodes.iter().copied().filter(|node| reading.may_answer(*node)).collect();
+    let asks = left.iter().map(|&node| {
         let reading = reading.clone();
         async move { (node, ask(&reading, stripe, node, limit).await) }
     });
     let mut asks: FuturesUnordered<_> = asks.collect();
-    let mut left = nodes.clone();
     let mut patience = SLOW_INSPECT_LIMIT;
     let (mut is_slow, mut busy) = (false, None);
     loop {
@@ -64,7 +66,7 @@ pub(super) async fn inspect_all(
                         // The pause counts from the latest answer: others may be on their way.
                         is_slow = false;
                     }
-                    Answer::Busy => busy = Some(node),
+                    Answer::Busy(reason) => busy = Some((node, reason)),
                     Answer::Silence => {}
                 }
             }
@@ -87,8 +89,8 @@ pub(super) async fn inspect_all(
 
 enum Answer {
     Files(Vec<FileView>),
-    /// It has what it has, and no time now.
-    Busy,
+    /// It has what it has, and no time now: what it said.
+    Busy(String),
     Silence,
 }
 
@@ -98,16 +100,20 @@ async fn ask(reading: &Reading, stripe: StripeId, node: NodeId, limit: Duration)
     let error = match answer {
         Ok(mut files) => {
             reading.directory.heard(node, true);
+            reading.answered(node);
             files.retain(|view| !reading.is_rotten(stripe, node, view.file));
             return Answer::Files(files);
         }
-        Err(error) if error.kind() == Kind::Busy => return Answer::Busy,
+        Err(error) if error.kind() == Kind::Busy => {
+            reading.answered(node);
+            return Answer::Busy(error.to_string());
+        }
         Err(error) => error,
     };
     if reading.directory.heard(node, false) {
         reading.note(format!("{} is left out: {error}", to.name));
     }
-    if limit >= PATIENT_LIMIT {
+    if limit >= PATIENT_LIMIT && error.kind() == Kind::Timeout {
         reading.gave_no_answer(node);
     }
     Answer::Silence

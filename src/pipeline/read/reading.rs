@@ -26,7 +26,7 @@ const SLOW_PACE: Duration = Duration::from_millis(64);
 const SLOW_FACTOR: u32 = 4;
 /// How many of the latest grains the average is over.
 const WAITS_KEPT: u64 = 16;
-/// Whoever did not answer within [`PATIENT_LIMIT`] is not waited for again before this has passed: a restore has thousands of stripes.
+/// Whoever did not answer within the longest limit for its list is not waited for again before this has passed: a restore has thousands of stripes.
 const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
 
 /// A file that is not what its node says.
@@ -131,7 +131,8 @@ impl Reading {
     pub(super) fn waited(&self, took: Duration) {
         let took = took.as_micros() as u64;
         let mean = match self.grain_wait_us.load(Ordering::Relaxed) {
-            0 => took,
+            // It is not known yet whether the first is one of the slow.
+            0 => took.min((SLOW_PACE / SLOW_FACTOR).as_micros() as u64),
             mean => {
                 let most = mean * u64::from(SLOW_FACTOR) + 1000;
                 mean - mean / WAITS_KEPT + took.min(most) / WAITS_KEPT
@@ -148,5 +149,9 @@ impl Reading {
 
     pub(super) fn gave_no_answer(&self, node: NodeId) {
         lock(&self.unreached).insert(node, self.caller.clock().now());
+    }
+
+    pub(super) fn answered(&self, node: NodeId) {
+        lock(&self.unreached).remove(&node);
     }
 }

@@ -18,8 +18,8 @@ use crate::net::call::{CallError, Exchange, address};
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{Read, ReadAnswer};
 
-/// A source that gives nothing for so long, or has come to be so far behind the pace ([`Reading::pace`](super::Reading)), is passed over, for others that may do
-/// without it.
+/// A source that gives nothing for so long, or has come to be so far behind the pace of the others
+/// ([`Reading::pace`](super::Reading::pace)), is passed over, for others that may do without it.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
 /// The same for the answer to an open.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);

@@ -142,10 +142,9 @@ impl Wanted<'_> {
                 }
                 format!("{k} of its {n} pieces")
             }
-            (StripeState::Archived { .. }, None) => {
-                let found = held.values().flatten();
-                let is_piece = |file| matches!(file, FileName::Piece { .. });
-                let found = found.filter(|view| is_piece(view.file)).count();
+            (StripeState::Archived { attempt, code, .. }, None) => {
+                let code = table::by_id(code);
+                let found = code.map_or(0, |c| pieces_of(info, attempt, &c, None, held).len());
                 missing.push(format!("all but {found} of them"));
                 missing.push("its receipt, which would name the nodes that have them".into());
                 format!("{k} of its {n} pieces")

@@ -40,6 +40,8 @@ pub struct Line {
     pub(super) inputs: usize,
     pub(super) outputs: usize,
     pub(super) slots: usize,
+    /// For each slot the output that its register is, if it is one.
+    pub(super) outputs_of_slots: Vec<Option<usize>>,
 }
 
 /// What is run at once.
@@ -128,15 +130,15 @@ impl Line {
             };
             later.into_iter().any(|(_, unit)| steps[unit.clone()].iter().any(reads))
         };
+        let output_of = |register| outputs.iter().position(|&output| output == register);
         let mut slot_of = vec![None; steps.len()];
-        let mut slots = 0;
+        let mut outputs_of_slots = Vec::new();
         for (unit, registers) in units.iter().enumerate() {
             for register in registers.clone().filter(|&register| is_kept(register, unit)) {
-                slot_of[register] = Some(slots);
-                slots += 1;
+                slot_of[register] = Some(outputs_of_slots.len());
+                outputs_of_slots.push(output_of(register));
             }
         }
-        let output_of = |register| outputs.iter().position(|&output| output == register);
         let target =
             |register: usize| Target { output: output_of(register), slot: slot_of[register] };
         let (mut operations, mut terms) = (Vec::new(), Vec::new());
@@ -178,13 +180,14 @@ impl Line {
             operations.push(Operation::Sum(Sum { first, count, scale, target }));
         }
         let is_whole = steps.iter().all(|step| !step.terms.is_empty());
-        let outputs = outputs.len();
+        let (outputs, slots) = (outputs.len(), outputs_of_slots.len());
         (is_whole && slots <= Self::MAX_SLOTS).then_some(Self {
             operations,
             terms,
             inputs,
             outputs,
             slots,
+            outputs_of_slots,
         })
     }
 

@@ -27,7 +27,16 @@ fn random(entropy: &SeededEntropy, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// What `write` makes of outputs that begin at `offset` of what is `around` them: the expected bytes, and nothing else changes.
+/// A copy that begins with a cache line, and where it does: allocations seldom do, and stores past the caches want it.
+fn at_a_line(bytes: &[u8]) -> (Vec<u8>, usize) {
+    let mut copy = vec![0; bytes.len() + 64];
+    let start = copy.as_ptr().align_offset(64);
+    copy[start..][..bytes.len()].copy_from_slice(bytes);
+    (copy, start)
+}
+
+/// What `write` makes of outputs that begin `offset` bytes behind the start of a cache line, with what is `around` them there: the expected
+/// bytes, and nothing else changes.
 fn assert_written(
     what: &str,
     around: &[Vec<u8>],
@@ -36,11 +45,12 @@ fn assert_written(
     write: impl FnOnce(&mut [&mut [u8]]) -> Result<(), GfError>,
 ) {
     let len = expected.first().map_or(0, Vec::len);
-    let mut got = around.to_vec();
+    let mut got: Vec<(Vec<u8>, usize)> = around.iter().map(|bytes| at_a_line(bytes)).collect();
     let mut outputs: Vec<&mut [u8]> =
-        got.iter_mut().map(|bytes| &mut bytes[offset..][..len]).collect();
+        got.iter_mut().map(|(bytes, start)| &mut bytes[*start + offset..][..len]).collect();
     write(&mut outputs).unwrap();
-    for ((got, around), expected) in got.iter().zip(around).zip(expected) {
+    for (((got, start), around), expected) in got.iter().zip(around).zip(expected) {
+        let got = &got[*start..][..around.len()];
         assert_eq!(&got[offset..][..len], expected, "{what}");
         assert_eq!(got[..offset], around[..offset], "{what}: wrote before its output");
         assert_eq!(got[offset + len..], around[offset + len..], "{what}: wrote past it");

@@ -9,10 +9,12 @@ use super::loops::PREFETCH_BYTES;
 use super::tables::{AFFINE, NIBBLES, Nibbles};
 use super::{LINE_BYTES, LineTask, Task, Way, fingerprint256};
 use crate::gf::fingerprint::FingerprintKey;
-use crate::gf::line::{Line, Operation, Source};
+use crate::gf::line::{Line, Operation, Source, Target};
 
 type Vector = __m256i;
 const VECTOR: usize = 32;
+/// Sums of three take two instructions, and data of two columns would not fit into the registers beside six rows.
+const HAS_XOR3: bool = false;
 
 /// Proof that this processor has AVX2 and the carry-less product: only [`Avx2::detect`] makes one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +88,7 @@ inline! {
     "avx2"
     fn zero() -> Vector { _mm256_setzero_si256() }
     fn xor(a: Vector, b: Vector) -> Vector { _mm256_xor_si256(a, b) }
+    fn xor3(a: Vector, b: Vector, c: Vector) -> Vector { xor(a, xor(b, c)) }
     /// # Safety
     /// `from` is the address of `VECTOR` bytes that can be read.
     unsafe fn load(from: *const u8) -> Vector {
@@ -112,8 +115,10 @@ mod shuffle {
 
     loops! {
         "avx2", most 4, rows (1, 2, 2) (2, 2, 2) (3, 1, 1) (4, 1, 1),
-        line 4, shapes (1, 1, 1, 2) (1, 2, 1, 2) (2, 1, 1, 2) (2, 2, 1, 2)
+        shapes (1, 1, 1, 2) (1, 2, 1, 2) (2, 1, 1, 2) (2, 2, 1, 2)
     }
+
+    lines! { "avx2", near 4, far 4 }
 
     type Factor = [Vector; 2];
 
@@ -144,8 +149,10 @@ mod affine {
     loops! {
         "avx2,gfni", most 6,
         rows (1, 2, 2) (2, 2, 2) (3, 2, 2) (4, 2, 1) (5, 2, 1) (6, 2, 1),
-        line 4, shapes (1, 1, 1, 4) (1, 2, 1, 4) (2, 1, 1, 4) (2, 2, 1, 4)
+        shapes (1, 1, 1, 4) (1, 2, 1, 4) (2, 1, 1, 4) (2, 2, 1, 4)
     }
+
+    lines! { "avx2,gfni", near 4, far 4 }
 
     inline! {
         "avx2,gfni"

@@ -11,10 +11,12 @@ use super::loops::PREFETCH_BYTES;
 use super::tables::AFFINE;
 use super::{LINE_BYTES, LineTask, Task, Way, fingerprint512};
 use crate::gf::fingerprint::FingerprintKey;
-use crate::gf::line::{Line, Operation, Source};
+use crate::gf::line::{Line, Operation, Source, Target};
 
 type Vector = __m512i;
 const VECTOR: usize = 64;
+/// One instruction sums three vectors: with many rows sums cost as much as products.
+const HAS_XOR3: bool = true;
 
 /// Proof that this processor has the instructions: only [`Avx512Gfni::detect`] makes one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,18 +58,21 @@ impl Avx512Gfni {
     }
 }
 
-// Twelve rows of two vectors, their data and a factor fit into 32 registers.
+// Twelve rows of two vectors, of two columns their data, a factor and a product each: 32 registers.
 loops! {
     "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", most 12,
     rows (1, 2, 1) (2, 2, 1) (3, 2, 1) (4, 2, 1) (5, 2, 1) (6, 2, 1)
          (7, 2, 1) (8, 2, 1) (9, 2, 1) (10, 2, 1) (11, 2, 1) (12, 2, 1),
-    line 8, shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
+    shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
 }
+
+lines! { "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", near 8, far 4 }
 
 inline! {
     "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq"
     fn zero() -> Vector { _mm512_setzero_si512() }
     fn xor(a: Vector, b: Vector) -> Vector { _mm512_xor_si512(a, b) }
+    fn xor3(a: Vector, b: Vector, c: Vector) -> Vector { _mm512_ternarylogic_epi64::<0x96>(a, b, c) }
     fn raw(coef: u8) -> u64 { AFFINE[usize::from(coef)] }
     fn from_raw(matrix: u64) -> Vector { _mm512_set1_epi64(matrix as i64) }
     fn factor(coef: u8) -> Vector { from_raw(raw(coef)) }

@@ -51,25 +51,53 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         (_mm512_loadu_si512(PLANES.as_ptr().cast()), _mm512_loadu_si512(COLUMNS.as_ptr().cast()))
     };
     let words = key.mirrored_words();
-    // Sums of products with K[t] and K[t+1], for even and for odd planes.
+    let planes_of =
+        |data| _mm512_permutexvar_epi8(planes, _mm512_gf2p8affine_epi64_epi8::<0>(units, data));
+    // SAFETY: the slice is 16 bytes.
+    let words_at = |t: usize| unsafe {
+        _mm512_broadcast_i32x4(_mm_loadu_si128(words[t..t + 2].as_ptr().cast()))
+    };
+    // Sums of products with K[t] and with K[t+1], of even and of odd planes each.
     let mut sums = [[_mm512_setzero_si512(); 2]; 2];
+    // Two vectors a and b together take three products for four: K[t] a + K[t+1] b = (K[t] + K[t+1]) a + K[t+1] (a + b), and
+    // K[t+1] a + K[t+2] b = (K[t+1] + K[t+2]) b + K[t+1] (a + b).
+    let mut shared = [_mm512_setzero_si512(); 2];
+    let mut pairs = grain.chunks_exact(2 * VECTOR);
     let mut t = 0;
-    while t * VECTOR < grain.len() {
-        let vector = &grain[t * VECTOR..];
+    for pair in &mut pairs {
+        // SAFETY: the chunk is two vectors.
+        let (a, b) = unsafe {
+            let second = pair[VECTOR..].as_ptr();
+            (_mm512_loadu_si512(pair.as_ptr().cast()), _mm512_loadu_si512(second.cast()))
+        };
+        let (a, b) = (planes_of(a), planes_of(b));
+        let both = _mm512_xor_si512(a, b);
+        let middle = words_at(t + 1);
+        let words = _mm512_xor_si512(words_at(t), middle);
+        let [first, second] = &mut sums;
+        first[0] = _mm512_xor_si512(first[0], _mm512_clmulepi64_epi128::<0x00>(a, words));
+        first[1] = _mm512_xor_si512(first[1], _mm512_clmulepi64_epi128::<0x01>(a, words));
+        second[0] = _mm512_xor_si512(second[0], _mm512_clmulepi64_epi128::<0x10>(b, words));
+        second[1] = _mm512_xor_si512(second[1], _mm512_clmulepi64_epi128::<0x11>(b, words));
+        shared[0] = _mm512_xor_si512(shared[0], _mm512_clmulepi64_epi128::<0x00>(both, middle));
+        shared[1] = _mm512_xor_si512(shared[1], _mm512_clmulepi64_epi128::<0x01>(both, middle));
+        t += 2;
+    }
+    for vector in pairs.remainder().chunks(VECTOR) {
         let mask = first_lanes(vector.len());
         // SAFETY: `mask` has no lane past the end of `vector`, which is not empty.
         let data = unsafe { _mm512_maskz_loadu_epi8(mask, vector.as_ptr().cast()) };
-        // SAFETY: the slice is 16 bytes.
-        let words = unsafe { _mm_loadu_si128(words[t..t + 2].as_ptr().cast()) };
-        let words = _mm512_broadcast_i32x4(words);
-        let data = _mm512_gf2p8affine_epi64_epi8::<0>(units, data);
-        let data = _mm512_permutexvar_epi8(planes, data);
-        let [even, odd] = &mut sums;
-        even[0] = _mm512_xor_si512(even[0], _mm512_clmulepi64_epi128::<0x00>(data, words));
-        even[1] = _mm512_xor_si512(even[1], _mm512_clmulepi64_epi128::<0x01>(data, words));
-        odd[0] = _mm512_xor_si512(odd[0], _mm512_clmulepi64_epi128::<0x10>(data, words));
-        odd[1] = _mm512_xor_si512(odd[1], _mm512_clmulepi64_epi128::<0x11>(data, words));
+        let (data, words) = (planes_of(data), words_at(t));
+        let [first, second] = &mut sums;
+        first[0] = _mm512_xor_si512(first[0], _mm512_clmulepi64_epi128::<0x00>(data, words));
+        first[1] = _mm512_xor_si512(first[1], _mm512_clmulepi64_epi128::<0x01>(data, words));
+        second[0] = _mm512_xor_si512(second[0], _mm512_clmulepi64_epi128::<0x10>(data, words));
+        second[1] = _mm512_xor_si512(second[1], _mm512_clmulepi64_epi128::<0x11>(data, words));
         t += 1;
+    }
+    for [even, odd] in &mut sums {
+        *even = _mm512_xor_si512(*even, shared[0]);
+        *odd = _mm512_xor_si512(*odd, shared[1]);
     }
     // w backwards with 15 zeros on either side: w[m] is at 270 - m, so bit d of half r is at 144 - 128 r + d.
     let mut mirrored_w = [0; 15 + 256 + 15];

@@ -15,14 +15,15 @@ macro_rules! inline {
 }
 
 /// Pastes `apply`, which runs a [`super::Task`], with instructions of `$features`. Around it must be: `Vector` of `VECTOR` bytes; `zero`,
-/// `load`, `store`, `stream`, `xor`; `Factor`, made by `factor` from a constant, which `product` multiplies by.
+/// `load`, `store`, `stream`, `xor`, and `xor3`, which is worth it where `HAS_XOR3`; `Factor`, made by `factor` from a constant, which `product`
+/// multiplies by.
 ///
 /// `$rows` are the numbers of rows that one pass can have, of which the last is the most; each with the vectors of a row that are summed at
 /// once, near and far. `$shapes` are those of hops, whose factors stay in registers: (rows, columns but for the plain ones, plain columns, vectors at
-/// once). `$line` are the vectors of a register of a straight-line program.
+/// once).
 macro_rules! loops {
     ($features:literal, most $most:literal, rows $(($rows:literal, $near:literal, $far:literal))*,
-     line $line:literal, shapes $(($r:literal, $s:literal, $plain:literal, $wide:literal))*) => {
+     shapes $(($r:literal, $s:literal, $plain:literal, $wide:literal))*) => {
         #[target_feature(enable = $features)]
         pub(super) fn apply(task: &Task<'_>) {
             for first in (0..task.rows).step_by($most) {
@@ -174,22 +175,30 @@ macro_rules! loops {
                         }
                     }
                 }
-                for s in 0..columns {
-                    let mut data = [zero(); W];
-                    for w in 0..W {
-                        let source = task.sources[s].wrapping_add(at + w * gap);
-                        if FAR {
-                            fetch_ahead(source);
+                let mut s = 0;
+                while HAS_XOR3 && s + 1 < columns {
+                    // SAFETY: `at` is within the task's bytes, whose whole steps can be read from each source.
+                    let (one, other) = unsafe {
+                        (column::<W, FAR>(task, s, at), column::<W, FAR>(task, s + 1, at))
+                    };
+                    for r in 0..R {
+                        let (f, g) = (from_raw(factors[s][r]), from_raw(factors[s + 1][r]));
+                        for w in 0..W {
+                            sums[r][w] = xor3(sums[r][w], product(f, one[w]), product(g, other[w]));
                         }
-                        // SAFETY: the same steps can be read from each source.
-                        data[w] = unsafe { load(source) };
                     }
+                    s += 2;
+                }
+                while s < columns {
+                    // SAFETY: as above.
+                    let data = unsafe { column::<W, FAR>(task, s, at) };
                     for r in 0..R {
                         let factor = from_raw(factors[s][r]);
                         for w in 0..W {
                             sums[r][w] = xor(sums[r][w], product(factor, data[w]));
                         }
                     }
+                    s += 1;
                 }
                 for r in 0..R {
                     for w in 0..W {
@@ -202,150 +211,27 @@ macro_rules! loops {
             }
         }
 
-        /// Runs a straight-line program over as many bytes of the task as come out whole; answers with how many.
-        #[target_feature(enable = $features)]
-        pub(super) fn run(task: &LineTask<'_>) -> usize {
-            match task.way {
-                Way::Near => {
-                    let done = line::<$line, false, false>(task, 0);
-                    line::<{ STEP_BYTES / VECTOR }, false, false>(task, done)
-                }
-                Way::Far => line::<$line, true, false>(task, 0),
-                Way::Stream => {
-                    let done = line::<$line, true, true>(task, 0);
-                    _mm_sfence();
-                    done
-                }
-            }
-        }
-
-        /// `W` vectors of each register at a time, from `at` on.
-        #[target_feature(enable = $features)]
-        fn line<const W: usize, const FAR: bool, const STREAM: bool>(
-            task: &LineTask<'_>,
-            mut at: usize,
-        ) -> usize {
-            let mut slots = vec![[zero(); W]; task.line.slots];
-            while at + W * VECTOR <= task.bytes {
-                let mut last = [zero(); W];
-                let mut o = 0;
-                while o < task.line.operations.len() {
-                    match &task.line.operations[o] {
-                        Operation::Link(link) => {
-                            let mut sums = read::<W, FAR>(task, link.input, at);
-                            if !link.goes_on {
-                                last = [zero(); W];
-                            }
-                            let mut x = last;
-                            for w in 0..W {
-                                sums[w] = xor(sums[w], x[w]);
-                            }
-                            if let Some((slot, e, f)) = link.known {
-                                let (known, e, f) = (&slots[slot], factor(e), factor(f));
-                                for w in 0..W {
-                                    sums[w] = xor(sums[w], product(e, known[w]));
-                                    x[w] = xor(x[w], product(f, known[w]));
-                                }
-                            }
-                            let scale = factor(link.scale);
-                            for w in 0..W {
-                                sums[w] = product(scale, sums[w]);
-                            }
-                            if let Some(slot) = link.target.slot {
-                                slots[slot] = sums;
-                            }
-                            if let Some(output) = link.target.output {
-                                write::<W, STREAM>(task, output, at, &sums);
-                            }
-                            if link.forward == 1 {
-                                for w in 0..W {
-                                    x[w] = xor(x[w], sums[w]);
-                                }
-                            } else {
-                                let forward = factor(link.forward);
-                                for w in 0..W {
-                                    x[w] = xor(x[w], product(forward, sums[w]));
-                                }
-                            }
-                            last = x;
-                            if let Some(slot) = link.next.slot {
-                                slots[slot] = last;
-                            }
-                            if let Some(output) = link.next.output {
-                                write::<W, STREAM>(task, output, at, &last);
-                            }
-                        }
-                        Operation::Sum(sum) => {
-                            let mut sums = [zero(); W];
-                            let mut t = sum.first;
-                            while t < sum.first + sum.count {
-                                let term = task.line.terms[t];
-                                let data = match term.source {
-                                    Source::Input(input) => read::<W, FAR>(task, input, at),
-                                    Source::Slot(slot) => slots[slot],
-                                    Source::Last => last,
-                                };
-                                let factor = factor(term.coef);
-                                for w in 0..W {
-                                    sums[w] = xor(sums[w], product(factor, data[w]));
-                                }
-                                t += 1;
-                            }
-                            let scale = factor(sum.scale);
-                            for w in 0..W {
-                                last[w] = product(scale, sums[w]);
-                            }
-                            if let Some(slot) = sum.target.slot {
-                                slots[slot] = last;
-                            }
-                            if let Some(output) = sum.target.output {
-                                write::<W, STREAM>(task, output, at, &last);
-                            }
-                        }
-                    }
-                    o += 1;
-                }
-                at += W * VECTOR;
-            }
-            at
-        }
-
+        /// `W` vectors of a column.
+        ///
+        /// # Safety
+        /// `W` steps of the column's source can be read from `at` on.
         #[inline]
         #[target_feature(enable = $features)]
-        fn read<const W: usize, const FAR: bool>(
-            task: &LineTask<'_>,
-            input: usize,
+        unsafe fn column<const W: usize, const FAR: bool>(
+            task: &Task<'_>,
+            column: usize,
             at: usize,
         ) -> [Vector; W] {
-            assert!(at + W * VECTOR <= task.bytes);
-            let source = task.sources[input].wrapping_add(at);
             let mut data = [zero(); W];
             for w in 0..W {
-                let source = source.wrapping_add(w * VECTOR);
-                if FAR && w * VECTOR % LINE_BYTES == 0 {
+                let source = task.sources[column].wrapping_add(at + w * VECTOR * task.per_buffer);
+                if FAR {
                     fetch_ahead(source);
                 }
-                // SAFETY: at + W * VECTOR <= bytes, which can be read from each source.
+                // SAFETY: the caller's promise.
                 data[w] = unsafe { load(source) };
             }
             data
-        }
-
-        #[inline]
-        #[target_feature(enable = $features)]
-        fn write<const W: usize, const STREAM: bool>(
-            task: &LineTask<'_>,
-            output: usize,
-            at: usize,
-            data: &[Vector; W],
-        ) {
-            assert!(at + W * VECTOR <= task.bytes);
-            let target = task.targets[output].wrapping_add(at);
-            for w in 0..W {
-                let target = target.wrapping_add(w * VECTOR);
-                // SAFETY: the same bytes can be written to each target; they are aligned when the task says stream.
-                unsafe { if STREAM { stream(target, data[w]) } else { store(target, data[w]) } };
-            }
         }
 
         /// May point past the source: fetching an address that is not mapped does nothing.

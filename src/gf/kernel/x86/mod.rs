@@ -1,8 +1,10 @@
-//! Kernels for x86-64: one set of loops ([`loops`]), pasted into a module for each instruction set, which says what a vector is and how
+//! Kernels for x86-64: one set of loops ([`loops`], [`lines`]), pasted into a module for each instruction set, which says what a vector is and how
 //! a constant multiplies it.
 
 #[macro_use]
 mod loops;
+#[macro_use]
+mod lines;
 mod avx2;
 mod avx512;
 mod fingerprint256;
@@ -35,8 +37,8 @@ const LINE_BYTES: usize = 64;
 
 /// A straight-line program and its buffers as the loops see them.
 ///
-/// Invariants that the loops rely on: there are as many sources and targets as the program names, from each of which `bytes` can be read, or
-/// written, no other reference being used meanwhile; no target is a source; with [`Way::Stream`] targets are aligned to vectors.
+/// Invariants that the loops rely on: there are as many sources and targets as the program names; `bytes` can be read from each, and written to
+/// each target, no other reference being used meanwhile; no target is a source; with [`Way::Stream`] targets are aligned to vectors.
 struct LineTask<'a> {
     line: &'a Line,
     sources: Vec<*const u8>,

@@ -38,7 +38,7 @@ impl Client {
     ) -> Result<RestoreReport, ClientError> {
         let (job, step) = (record.job(), record.step());
         let shards = record.roots().iter().map(|root| (root.clone(), None)).collect();
-        let parts = self.parts(job, step, shards, request.shard.as_ref(), request.range.clone())?;
+        let parts = self.parts(job, step, shards, Some(&request))?;
         let directory = self.directory_of(record);
         let incident = Some(BY_RECORD);
         self.read_parts((job, step), parts, directory, incident, Some(&request), progress).await

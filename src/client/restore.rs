@@ -13,7 +13,7 @@ use super::{Client, ClientError, Progress, ProgressFn};
 use crate::format::geometry::StripeCut;
 use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::gf::FingerprintKey;
-use crate::id::{Job, ShardName, Step, StripeId};
+use crate::id::{Job, Step, StripeId};
 use crate::kind::Kind;
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
 use crate::pipeline::records::{self, RecordsError};
@@ -110,15 +110,7 @@ impl Client {
         request: RestoreRequest,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(
-            job,
-            step,
-            Some(&request),
-            request.shard.as_ref(),
-            request.range.clone(),
-            progress,
-        )
-        .await
+        self.read(job, step, Some(&request), progress).await
     }
 
     /// Reads and verifies a committed step (`None`: the latest) without writing anything.
@@ -128,23 +120,20 @@ impl Client {
         step: Option<Step>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, None, None, None, progress).await
+        self.read(job, step, None, progress).await
     }
 
-    /// Reads a step. One that is replaced meanwhile is read as it is then.
+    /// Reads what `output` asks for, or all of a step. One that is replaced meanwhile is read as it is then.
     async fn read(
         &self,
         job: &Job,
         step: Option<Step>,
         output: Option<&RestoreRequest>,
-        shard: Option<&ShardName>,
-        range: Option<Range<u64>>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
         let (mut looks, mut removed) = (0, None);
         loop {
-            let (range, progress) = (range.clone(), progress.clone());
-            match self.read_found(job, step, output, shard, range, progress).await {
+            match self.read_found(job, step, output, progress.clone()).await {
                 Err(error @ ClientError::Removed { .. }) if looks < MAX_LOOKS => {
                     removed = Some(error);
                 }
@@ -164,8 +153,6 @@ impl Client {
         job: &Job,
         step: Option<Step>,
         output: Option<&RestoreRequest>,
-        shard: Option<&ShardName>,
-        range: Option<Range<u64>>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
         let found = self.find(job, step).await?;
@@ -173,7 +160,7 @@ impl Client {
         if found.shards.iter().any(|(_, state)| state.is_none()) {
             return Err(ClientError::Removed { job: job.clone(), step });
         }
-        let parts = self.parts(job, step, found.shards, shard, range)?;
+        let parts = self.parts(job, step, found.shards, output)?;
         let incident = found.step.by_marks.then_some(BY_MARKS);
         self.read_parts((job, step), parts, self.directory(), incident, output, progress).await
     }
@@ -236,15 +223,16 @@ impl Client {
         })
     }
 
-    /// What is wanted of `shards`.
+    /// What `output` asks for of `shards`: all of them, if nothing.
     pub(super) fn parts(
         &self,
         job: &Job,
         step: Step,
         shards: Vec<(ShardRoot, Option<ShardState>)>,
-        only: Option<&ShardName>,
-        range: Option<Range<u64>>,
+        output: Option<&RestoreRequest>,
     ) -> Result<Vec<Part>, ClientError> {
+        let only = output.and_then(|output| output.shard.as_ref());
+        let range = output.and_then(|output| output.range.clone());
         if range.is_some() && only.is_none() && shards.len() > 1 {
             return Err(ClientError::RangeOfMany);
         }

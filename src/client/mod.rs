@@ -333,10 +333,12 @@ impl Client {
         Ok(ShowReport { step, shards, nodes })
     }
 
-    /// Removes a committed step.
+    /// Removes a committed step: the save that it is now. One that replaces it meanwhile stays, however late the request comes through.
     pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
-        // Asked once: a repeat could meet a newer save of the step, or report as missing what the first has removed.
-        self.ask_once(&Remove { job: job.clone(), step }, LONG_LIMIT).await
+        let look = Show { job: job.clone(), step: Some(step), first_shard: 0 };
+        let save = self.ask(&look).await?.step.saved.save;
+        // Asked once: a repeat could report as missing what the first has removed.
+        self.ask_once(&Remove { job: job.clone(), step, save }, LONG_LIMIT).await
     }
 
     /// Archives a committed step (`None`: the latest) and watches; the work is a daemon's and goes on without us.

@@ -34,8 +34,12 @@ pub(super) fn not_committed(job: &Job, step: Step) -> Failure {
 
 impl Node {
     pub(super) async fn remove(self: &Arc<Self>, call: Remove) -> Result<RemoveAnswer, Failure> {
-        let entry = self.unpublish(&call.job, call.step, None, RemoveReason::Deleted).await?;
-        let entry = entry.ok_or_else(|| not_committed(&call.job, call.step))?;
+        let Remove { job, step, save } = &call;
+        let entry = self.unpublish(job, *step, *save, RemoveReason::Deleted).await?;
+        let entry = match entry {
+            Some(entry) => entry,
+            None => self.removing(job, *step, *save).await?,
+        };
         let node = self.clone();
         let work = self.tasks.spawn(async move {
             let (job, step) = (&call.job, call.step);
@@ -54,17 +58,31 @@ impl Node {
         Ok(removed?.answer)
     }
 
-    /// Takes what is committed out of sight, by one compare-and-set: from now on it is being removed. With `of` only that save.
+    /// The removal of a save that is under way already.
+    async fn removing(&self, job: &Job, step: Step, save: SaveId) -> Result<Removing, Failure> {
+        let found = read::<Checkpoint>(&*self.catalogue(), &checkpoint_key(job, step)).await?;
+        let checkpoint = found.map(|(checkpoint, _)| checkpoint).unwrap_or_default();
+        if checkpoint.committed.is_some() {
+            let text = format!(
+                "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to go as well"
+            );
+            return Err(failure(Kind::Fenced, text));
+        }
+        let mut removing = checkpoint.removing.into_iter();
+        removing.find(|entry| entry.save == save).ok_or_else(|| not_committed(job, step))
+    }
+
+    /// Takes `save` out of sight, if it is what is committed, by one compare-and-set: from now on it is being removed.
     pub(super) async fn unpublish(
         &self,
         job: &Job,
         step: Step,
-        of: Option<SaveId>,
+        save: SaveId,
         reason: RemoveReason,
     ) -> Result<Option<Removing>, Failure> {
         let mut entry = None;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
-            let wanted = |saved: &mut Saved| of.is_none_or(|of| saved.save == of);
+            let wanted = |saved: &mut Saved| saved.save == save;
             let Some(saved) = checkpoint.committed.take_if(wanted) else { return Ok(None) };
             let (save, generation) = (saved.save, saved.generation);
             entry = Some(Removing { save, generation, reason });

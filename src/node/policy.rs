@@ -204,7 +204,7 @@ impl Node {
             return Ok(());
         }
         let reason = RemoveReason::Retired;
-        if let Some(entry) = self.unpublish(job, step, Some(saved.save), reason).await? {
+        if let Some(entry) = self.unpublish(job, step, saved.save, reason).await? {
             tracing::info!(
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
                 "retired by the policy: enough newer steps are committed"

@@ -57,7 +57,7 @@ impl Node {
         let what = format!("{job}/{step}");
         if entry.reason != RemoveReason::Aborted {
             // A catalogue that was rebuilt meanwhile may have it as committed again, by its marks.
-            self.unpublish(job, step, Some(entry.save), entry.reason).await?;
+            self.unpublish(job, step, entry.save, entry.reason).await?;
         }
         let answer = self.bury(&what, entry, usize::MAX).await?;
         let is_complete = answer.waiting.is_empty();

@@ -98,6 +98,8 @@ calls! {
         job: Job,
         /// The step.
         step: Step,
+        /// The save that it was when the caller looked: no other one is removed.
+        save: SaveId,
     } -> RemoveAnswer;
     /// Committed steps, in order.
     9 Anyone List {

@@ -7,7 +7,7 @@ use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::id::{Epoch, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
-use rapidraid::store::{Disk, MemoryKv, Scope};
+use rapidraid::store::{Disk, Kv, MemoryKv, Scope};
 use rapidraid::wire::calls::{Keep, PlanChoice, RebuildAnswer};
 
 use crate::world::raw::block_call;
@@ -238,6 +238,8 @@ async fn an_empty_catalogue_at_the_address_of_the_lost_one_is_not_taken_for_it()
         assert!(again.is_err(), "saved over without --replace");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+    let empty = world.machines[0].catalogue.get().unwrap();
+    assert!(empty.scan(b"k/n/", None, 9).unwrap().len() == 1, "others registered with it");
     rebuild_on(&client, 2, false).await.unwrap();
     assert_exact(&client, 1).await;
 }

@@ -1,6 +1,7 @@
 //! Removing steps: invisible at once, swept everywhere, also where a node was away.
 
 use bytes::Bytes;
+use rapidraid::client::SaveOptions;
 use rapidraid::entropy::SeededEntropy;
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
@@ -16,13 +17,13 @@ use rapidraid::store::BlockSpec;
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
     Commit, Fetch, PlanChoice, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
-    Register, Seal, Sweep,
+    Register, Remove, Seal, Sweep,
 };
 use rapidraid::workers::Workers;
 
 use crate::world::raw::{Voice, block_call, empty_root, finish_block, trailer};
 use crate::world::{
-    CLUSTER, World, content, job, options, read_file, restore, restore_error, save,
+    CLUSTER, World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
 };
 
 #[tokio::test(start_paused = true)]
@@ -61,6 +62,36 @@ async fn rm_leaves_nothing_but_graves_and_touches_nothing_else() {
     // The step's number is free again.
     save(&client, 1, &[("weights", &bytes)]).await;
     world.assert_idle().await;
+}
+
+/// A gateway that was paused, or a request on a long way: the step has been saved anew by then.
+#[tokio::test(start_paused = true)]
+async fn a_removal_that_comes_late_leaves_the_newer_save() {
+    let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let [old, new] = [content(100_000, 1), content(100_000, 2)];
+    save(&client, 1, &[("weights", &old)]).await;
+    let of = client.list(None).await.unwrap()[0].saved.save;
+    let again = vec![shard("weights", &new)];
+    let replace = SaveOptions { replace: true };
+    client.save(&job(), Step(1), again, replace, quiet()).await.unwrap();
+    let late = Remove { job: job(), step: Step(1), save: of };
+    let (voice, gateway) = (world.voice(Role::Client, "late"), world.node_address(2));
+    let error = voice.ask(&gateway, &late).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    let (out, _) = restore(&client, 1).await.unwrap();
+    assert_eq!(read_file(&*out, "weights"), new);
+    // One that comes again while its own removal is under way goes on with it.
+    let of = client.list(None).await.unwrap()[0].saved.save;
+    world.kill(4).await;
+    let now = Remove { job: job(), step: Step(1), save: of };
+    for _ in 0..2 {
+        assert_eq!(voice.ask(&gateway, &now).await.unwrap().confirmed, 3);
+    }
+    world.boot(4);
+    world.assert_swept(&client).await;
+    let error = voice.ask(&gateway, &now).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::NotFound, "{error}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -218,7 +218,7 @@ fn for_clients(calls: &mut Calls) {
         notes: vec!["1 files are in quarantine".into()],
     };
     calls
-        .both(Remove { job: job.clone(), step }, RemoveAnswer { confirmed: 15, waiting })
+        .both(Remove { job: job.clone(), step, save }, RemoveAnswer { confirmed: 15, waiting })
         .both(List { job: Some(job.clone()), after: Some((job.clone(), step)) }, listed)
         .request(", all", List { job: None, after: None })
         .both(

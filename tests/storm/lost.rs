@@ -9,7 +9,7 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::Epoch;
 use rapidraid::kind::Kind;
 use rapidraid::net::Address;
-use rapidraid::store::{Kv, MemoryKv};
+use rapidraid::store::MemoryKv;
 use tokio::task::JoinHandle;
 
 use super::schedule::{Fault, Wrong};
@@ -113,12 +113,14 @@ impl Director {
         }
     }
 
-    /// The daemons that serve a catalogue with other nodes in it.
+    /// The daemons that serve a catalogue which another node has noted as the cluster's. That others are on its list says nothing: a
+    /// request to register that comes again puts them there.
     fn homes(&self) -> Vec<usize> {
         let mut serving = self.world.serving();
-        serving.retain(|&home| {
-            let map = self.world.machines[home].catalogue.get();
-            map.is_some_and(|map| map.scan(b"k/n/", None, 2).unwrap().len() > 1)
+        serving.retain(|home| {
+            let map = self.world.nodes[home].store().map();
+            let others = self.world.nodes.iter().filter(|(index, _)| *index != home);
+            map.is_some() && others.into_iter().any(|(_, node)| node.store().map() == map)
         });
         serving
     }

@@ -18,6 +18,16 @@ pub type Shards = Vec<(String, Bytes)>;
 /// What a step may be: a version that was saved, or nothing.
 pub type Possible = BTreeSet<Option<usize>>;
 
+/// A removal under way.
+pub struct Removal {
+    /// What the step could be before.
+    pub before: Possible,
+    /// How many versions there were.
+    versions: usize,
+    /// Which one of the step's removals it is.
+    removals: usize,
+}
+
 #[derive(Default)]
 pub struct Ledger {
     steps: BTreeMap<u64, Entry>,
@@ -29,8 +39,10 @@ struct Entry {
     settled: Possible,
     /// Saves under way, and saves that failed: they may be decided yet.
     pending: BTreeSet<usize>,
-    /// A removal that failed may happen yet.
-    may_go: bool,
+    /// Versions that removals which failed may have named: they may happen yet, also when the request comes again much later.
+    may_go: BTreeSet<usize>,
+    /// Removals that were begun.
+    removals: usize,
     /// Versions that were reported to be archived.
     archived: BTreeSet<usize>,
 }
@@ -42,7 +54,8 @@ impl Default for Entry {
             versions: Vec::new(),
             settled,
             pending: BTreeSet::new(),
-            may_go: false,
+            may_go: BTreeSet::new(),
+            removals: 0,
             archived: BTreeSet::new(),
         }
     }
@@ -51,7 +64,7 @@ impl Default for Entry {
 impl Entry {
     fn possible(&self) -> Possible {
         let pending = self.pending.iter().copied().map(Some);
-        let gone = self.may_go.then_some(None);
+        let gone = (!self.may_go.is_empty()).then_some(None);
         self.settled.iter().copied().chain(pending).chain(gone).collect()
     }
 }
@@ -127,26 +140,38 @@ impl Ledger {
         assert!(free, "step {step} was saved over without --replace");
         entry.settled = Possible::from([Some(version)]);
         entry.pending.clear();
+        entry.may_go.retain(|named| *named == version);
     }
 
-    /// A removal begins. Gives what the step may be before.
-    pub fn remove(&mut self, step: u64) -> Possible {
+    /// A removal begins.
+    pub fn remove(&mut self, step: u64) -> Removal {
         let entry = self.entry(step);
         let before = entry.possible();
         entry.settled.insert(None);
-        before
+        entry.removals += 1;
+        Removal { before, versions: entry.versions.len(), removals: entry.removals }
     }
 
     /// A removal has ended.
-    pub fn removed<T>(&mut self, step: u64, before: &Possible, ended: &Result<T, ClientError>) {
+    pub fn removed<T>(&mut self, step: u64, begun: &Removal, ended: &Result<T, ClientError>) {
         let entry = self.entry(step);
         match ended {
             Ok(_) => entry.settled = Possible::from([None]),
             Err(error) if error.kind() == Kind::NotFound => {
-                assert!(before.contains(&None), "step {step} is not there: {error}");
+                let is_alone = entry.removals == begun.removals;
+                assert!(
+                    begun.before.contains(&None) || !is_alone,
+                    "step {step} is not there: {error}"
+                );
                 entry.settled = Possible::from([None]);
             }
-            Err(_) => entry.may_go = true,
+            Err(error) if error.kind() == Kind::Fenced => {
+                assert!(entry.versions.len() > 1, "step {step} was never saved anew: {error}");
+            }
+            Err(_) => {
+                let before = begun.before.iter().copied().flatten();
+                entry.may_go.extend(before.chain(begun.versions..entry.versions.len()));
+            }
         }
     }
 
@@ -163,7 +188,8 @@ impl Ledger {
         let possible = self.possible(step);
         assert!(possible.contains(&found), "step {step} is {found:?}, can only be {possible:?}");
         let entry = self.entry(step);
-        (entry.settled, entry.may_go) = (Possible::from([found]), false);
+        entry.settled = Possible::from([found]);
+        entry.may_go.retain(|named| found == Some(*named));
         entry.pending.clear();
     }
 }

@@ -31,16 +31,15 @@ impl Step {
 
 /// A straight-line program, ready to run.
 ///
-/// Invariants, which kernels rely on: what is read is an input below `inputs` or a slot below `slots`; what is written is an output below
-/// `outputs` or a slot below `slots`; every output is written once.
+/// Invariants, which kernels rely on: what is read is an input below `inputs`, or a slot that an earlier operation has written; what is written is
+/// an output below `outputs` or a slot; every output, and every slot, is written once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
     pub(super) operations: Vec<Operation>,
     pub(super) terms: Vec<Term>,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
-    pub(super) slots: usize,
-    /// For each slot the output that its register is, if it is one.
+    /// For each slot the output that its register is as well, if it is one.
     pub(super) outputs_of_slots: Vec<Option<usize>>,
 }
 
@@ -84,7 +83,7 @@ pub(super) struct Link {
 pub(super) struct Target {
     /// An output that it is.
     pub output: Option<usize>,
-    /// Where it is kept for an operation behind the next.
+    /// Where it is kept for an operation behind the next, unless the kernel reads it back from its output.
     pub slot: Option<usize>,
 }
 
@@ -180,19 +179,18 @@ impl Line {
             operations.push(Operation::Sum(Sum { first, count, scale, target }));
         }
         let is_whole = steps.iter().all(|step| !step.terms.is_empty());
-        let (outputs, slots) = (outputs.len(), outputs_of_slots.len());
-        (is_whole && slots <= Self::MAX_SLOTS).then_some(Self {
+        let outputs = outputs.len();
+        (is_whole && outputs_of_slots.len() <= Self::MAX_SLOTS).then_some(Self {
             operations,
             terms,
             inputs,
             outputs,
-            slots,
             outputs_of_slots,
         })
     }
 
     /// What it costs to run, in products of a vector with a constant, measured with AVX-512: a term is loaded and multiplied, a result is
-    /// stored, and each operation is looked up for every eight vectors.
+    /// stored, and each operation is looked up for every few vectors.
     pub fn cost(&self) -> usize {
         let of = |operation: &Operation| match operation {
             Operation::Sum(sum) => 4 + 2 * sum.count,

@@ -62,7 +62,7 @@ pub(super) fn apply_split(group: Group<'_, '_, '_>) {
 
 /// A straight-line program over a range of bytes.
 pub(super) fn run(line: &Line, inputs: &[&[u8]], outputs: &mut [&mut [u8]], range: Range<usize>) {
-    let mut slots = vec![[0; STEP]; line.slots];
+    let mut slots = vec![[0; STEP]; line.outputs_of_slots.len()];
     let mut last = [0; STEP];
     for start in range.clone().step_by(STEP) {
         let step = start..range.end.min(start + STEP);

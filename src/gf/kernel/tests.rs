@@ -27,33 +27,37 @@ fn random(entropy: &SeededEntropy, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A copy that begins with a cache line, and where it does: allocations seldom do, and stores past the caches want it.
-fn at_a_line(bytes: &[u8]) -> (Vec<u8>, usize) {
-    let mut copy = vec![0; bytes.len() + 64];
-    let start = copy.as_ptr().align_offset(64);
+/// A copy that begins `apart` bytes behind the start of a cache line, and where it does: allocations seldom begin with one, and stores past
+/// the caches want that.
+fn beside_a_line(bytes: &[u8], apart: usize) -> (Vec<u8>, usize) {
+    let mut copy = vec![0; bytes.len() + 128];
+    let start = copy.as_ptr().align_offset(64) + apart;
     copy[start..][..bytes.len()].copy_from_slice(bytes);
     (copy, start)
 }
 
-/// What `write` makes of outputs that begin `offset` bytes behind the start of a cache line, with what is `around` them there: the expected
-/// bytes, and nothing else changes.
+/// What `write` makes of outputs that begin `offset` bytes behind the start of a cache line, every other one also elsewhere in it, with what is
+/// `around` them there: the expected bytes, and nothing else changes.
 fn assert_written(
     what: &str,
     around: &[Vec<u8>],
     offset: usize,
     expected: &[Vec<u8>],
-    write: impl FnOnce(&mut [&mut [u8]]) -> Result<(), GfError>,
+    write: impl Fn(&mut [&mut [u8]]) -> Result<(), GfError>,
 ) {
     let len = expected.first().map_or(0, Vec::len);
-    let mut got: Vec<(Vec<u8>, usize)> = around.iter().map(|bytes| at_a_line(bytes)).collect();
-    let mut outputs: Vec<&mut [u8]> =
-        got.iter_mut().map(|(bytes, start)| &mut bytes[*start + offset..][..len]).collect();
-    write(&mut outputs).unwrap();
-    for (((got, start), around), expected) in got.iter().zip(around).zip(expected) {
-        let got = &got[*start..][..around.len()];
-        assert_eq!(&got[offset..][..len], expected, "{what}");
-        assert_eq!(got[..offset], around[..offset], "{what}: wrote before its output");
-        assert_eq!(got[offset + len..], around[offset + len..], "{what}: wrote past it");
+    for apart in [0, 16] {
+        let copy = |(index, bytes): (usize, &Vec<u8>)| beside_a_line(bytes, index % 2 * apart);
+        let mut got: Vec<(Vec<u8>, usize)> = around.iter().enumerate().map(copy).collect();
+        let mut outputs: Vec<&mut [u8]> =
+            got.iter_mut().map(|(bytes, start)| &mut bytes[*start + offset..][..len]).collect();
+        write(&mut outputs).unwrap();
+        for (((got, start), around), expected) in got.iter().zip(around).zip(expected) {
+            let got = &got[*start..][..around.len()];
+            assert_eq!(&got[offset..][..len], expected, "{what}");
+            assert_eq!(got[..offset], around[..offset], "{what}: wrote before its output");
+            assert_eq!(got[offset + len..], around[offset + len..], "{what}: wrote past it");
+        }
     }
 }
 
@@ -97,6 +101,13 @@ fn every_kernel_is_its_twin_on_every_group_size() {
             compare(side, 34 - side, len, seed as u64);
         }
     }
+}
+
+/// As many bytes as a restore decodes at once: more than the caches of a core.
+#[test]
+fn every_kernel_is_its_twin_on_what_comes_from_memory() {
+    compare(11, 11, 65_536 + 77, 1);
+    compare(2, 3, (1 << 18) + 1, 2);
 }
 
 #[test]
@@ -266,6 +277,8 @@ fn every_kernel_runs_a_straight_line_as_its_twin() {
         compare_line(1 + seed % 7, 1 + 2 * seed, len, seed as u64);
         compare_line(1 + seed % 7, 9, 300, 100 + seed as u64);
     }
+    // More than the caches of a core, as the grains of a restore are.
+    compare_line(60, 21, 20_077, 200);
     let line =
         Line::new(1, &[Step { scale: 1, terms: vec![(1, Operand::Input(0))] }], &[0]).unwrap();
     for kernel in Kernel::available() {

@@ -118,7 +118,7 @@ mod shuffle {
         shapes (1, 1, 1, 2) (1, 2, 1, 2) (2, 1, 1, 2) (2, 2, 1, 2)
     }
 
-    lines! { "avx2", near 4, far 4 }
+    lines! { "avx2", wide 4, stream 4 }
 
     type Factor = [Vector; 2];
 
@@ -152,7 +152,7 @@ mod affine {
         shapes (1, 1, 1, 4) (1, 2, 1, 4) (2, 1, 1, 4) (2, 2, 1, 4)
     }
 
-    lines! { "avx2,gfni", near 4, far 4 }
+    lines! { "avx2,gfni", wide 4, stream 4 }
 
     inline! {
         "avx2,gfni"

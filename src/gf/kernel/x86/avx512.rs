@@ -66,7 +66,8 @@ loops! {
     shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
 }
 
-lines! { "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", near 8, far 4 }
+// Past the caches eight vectors at once took a third longer than four.
+lines! { "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", wide 8, stream 4 }
 
 inline! {
     "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq"

@@ -73,12 +73,12 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         let (a, b) = (planes_of(a), planes_of(b));
         let both = _mm512_xor_si512(a, b);
         let middle = words_at(t + 1);
-        let words = _mm512_xor_si512(words_at(t), middle);
+        let outer = _mm512_xor_si512(words_at(t), middle);
         let [first, second] = &mut sums;
-        first[0] = _mm512_xor_si512(first[0], _mm512_clmulepi64_epi128::<0x00>(a, words));
-        first[1] = _mm512_xor_si512(first[1], _mm512_clmulepi64_epi128::<0x01>(a, words));
-        second[0] = _mm512_xor_si512(second[0], _mm512_clmulepi64_epi128::<0x10>(b, words));
-        second[1] = _mm512_xor_si512(second[1], _mm512_clmulepi64_epi128::<0x11>(b, words));
+        first[0] = _mm512_xor_si512(first[0], _mm512_clmulepi64_epi128::<0x00>(a, outer));
+        first[1] = _mm512_xor_si512(first[1], _mm512_clmulepi64_epi128::<0x01>(a, outer));
+        second[0] = _mm512_xor_si512(second[0], _mm512_clmulepi64_epi128::<0x10>(b, outer));
+        second[1] = _mm512_xor_si512(second[1], _mm512_clmulepi64_epi128::<0x11>(b, outer));
         shared[0] = _mm512_xor_si512(shared[0], _mm512_clmulepi64_epi128::<0x00>(both, middle));
         shared[1] = _mm512_xor_si512(shared[1], _mm512_clmulepi64_epi128::<0x01>(both, middle));
         t += 2;

@@ -1,20 +1,20 @@
 //! Straight-line programs, for any vector: all registers of a few vectors at once, so that what hops hand on stays in the processor's.
 
 /// Pastes `run`, which runs a [`super::LineTask`], with instructions of `$features`, beside what [`loops`](super::loops) pastes and asks for;
-/// a register is `$near` vectors at once in the caches, `$far` from memory.
+/// a register is `$wide` vectors at once, `$stream` where outputs go past the caches.
 macro_rules! lines {
-    ($features:literal, near $near:literal, far $far:literal) => {
+    ($features:literal, wide $wide:literal, stream $stream:literal) => {
         /// Runs a straight-line program over as many bytes of the task as come out whole; answers with how many.
         #[target_feature(enable = $features)]
         pub(super) fn run(task: &LineTask<'_>) -> usize {
             match task.way {
                 Way::Near => {
-                    let done = line::<$near, false, false>(task, 0);
+                    let done = line::<$wide, false, false>(task, 0);
                     line::<{ STEP_BYTES / VECTOR }, false, false>(task, done)
                 }
-                Way::Far => line::<$far, true, false>(task, 0),
+                Way::Far => line::<$wide, true, false>(task, 0),
                 Way::Stream => {
-                    let done = line::<$far, true, true>(task, 0);
+                    let done = line::<$stream, true, true>(task, 0);
                     _mm_sfence();
                     done
                 }
@@ -27,7 +27,7 @@ macro_rules! lines {
             task: &LineTask<'_>,
             mut at: usize,
         ) -> usize {
-            let mut slots = vec![[zero(); W]; task.line.slots];
+            let mut slots = vec![[zero(); W]; task.line.outputs_of_slots.len()];
             while at + W * VECTOR <= task.bytes {
                 let mut last = [zero(); W];
                 let mut o = 0;

@@ -15,7 +15,7 @@ macro_rules! inline {
 }
 
 /// Pastes `apply`, which runs a [`super::Task`], with instructions of `$features`. Around it must be: `Vector` of `VECTOR` bytes; `zero`,
-/// `load`, `store`, `stream`, `xor`, and `xor3`, which is worth it where `HAS_XOR3`; `Factor`, made by `factor` from a constant, which `product`
+/// `load`, `store`, `stream`, `xor`; `xor3`, the sum of three, which is used where `HAS_XOR3`; `Factor`, made by `factor` from a constant, which `product`
 /// multiplies by.
 ///
 /// `$rows` are the numbers of rows that one pass can have, of which the last is the most; each with the vectors of a row that are summed at
@@ -177,7 +177,7 @@ macro_rules! loops {
                 }
                 let mut s = 0;
                 while HAS_XOR3 && s + 1 < columns {
-                    // SAFETY: `at` is within the task's bytes, whose whole steps can be read from each source.
+                    // SAFETY: both are below `columns`, and `bytes` is a multiple of `W * gap`.
                     let (one, other) = unsafe {
                         (column::<W, FAR>(task, s, at), column::<W, FAR>(task, s + 1, at))
                     };
@@ -214,7 +214,7 @@ macro_rules! loops {
         /// `W` vectors of a column.
         ///
         /// # Safety
-        /// `W` steps of the column's source can be read from `at` on.
+        /// The task has that column, and `W` vectors of each are left from `at` on.
         #[inline]
         #[target_feature(enable = $features)]
         unsafe fn column<const W: usize, const FAR: bool>(

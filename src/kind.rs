@@ -14,7 +14,7 @@ pub enum Kind {
     Exists,
     /// The caller may not do this.
     Denied,
-    /// A newer owner, generation or epoch is known: stop.
+    /// A newer owner, generation, epoch or save is known: stop.
     Fenced,
     /// The other side cannot be reached or does not answer: try again, or elsewhere.
     Unavailable,

@@ -89,6 +89,14 @@ impl RemoteCatalogue {
         hello.epoch.is_near(epoch) && (hello.epoch > epoch || hello.epoch == epoch && is_same)
     }
 
+    /// Whether a home that says this serves the catalogue that is expected. One that has noted the epoch alone, by another node's order, may
+    /// serve any: it is asked again when it has registered with itself.
+    fn is_proof(&self, hello: &HelloAnswer) -> bool {
+        let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_told = map.is_none() || hello.map.is_some() || hello.epoch > epoch;
+        self.is_believed(hello) && is_told
+    }
+
     /// Takes `home` for the catalogue of `epoch`, without asking.
     pub fn believe(&self, epoch: Epoch, home: NodeAddress) {
         self.saw(epoch);
@@ -110,7 +118,7 @@ impl RemoteCatalogue {
         let (to, hello) = (address(home), Hello { me: Some(self.me.clone()) });
         let said = self.caller.call_on(&*connection, &to, &hello, HELLO_LIMIT).await;
         let said = said.map_err(|error| error.to_string())?;
-        if !self.is_believed(&said) {
+        if !self.is_proof(&said) {
             return Err(format!("{} serves another catalogue than the cluster's", home.name));
         }
         *proven() = Some(this);
@@ -323,15 +331,15 @@ mod tests {
         NodeAddress { name: name.parse().unwrap(), host_port: name.into() }
     }
 
-    /// A node that answers its first call by where it believes the catalogue to be.
-    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str) {
+    /// A node that answers its first call by where it believes the catalogue to be, and which map that is.
+    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str, map: Option<MapId>) {
         let peer = Peer { role: Role::Node, name: name.parse().unwrap() };
         let transport = network.join(peer, name);
         let hello = HelloAnswer {
             cluster: ClusterId([1; 16]),
             node: name.parse().unwrap(),
             epoch: Epoch(epoch),
-            map: None,
+            map,
             revision: 0,
             catalogue: Some(at(home)),
             version: String::new(),
@@ -347,27 +355,50 @@ mod tests {
         });
     }
 
+    fn asks(network: &Arc<MemoryNetwork>, seeds: &[&str]) -> RemoteCatalogue {
+        let client = Peer { role: Role::Node, name: "asker".parse().unwrap() };
+        let (transport, clock) = (network.join(client, "asker"), SystemClock::new());
+        let pool = Pool::new(Arc::new(transport), clock.clone());
+        let caller = Caller::new(pool, clock, HELLO_LIMIT);
+        let me = Node {
+            name: "asker".parse().unwrap(),
+            address: "asker".into(),
+            zone: String::new(),
+            rack: String::new(),
+            storage: true,
+        };
+        RemoteCatalogue::new(caller, me, seeds.iter().map(|&seed| seed.to_owned()).collect())
+    }
+
     #[tokio::test]
     async fn a_home_that_answers_is_believed_before_hearsay_of_its_epoch() {
         for (late, found) in [(4, "home"), (5, "rumour")] {
             let network = MemoryNetwork::new();
-            says(&network, "first", late, "rumour");
-            says(&network, "home", 4, "home");
-            says(&network, "last", 4, "rumour");
-            let client = Peer { role: Role::Node, name: "asker".parse().unwrap() };
-            let (transport, clock) = (network.join(client, "asker"), SystemClock::new());
-            let pool = Pool::new(Arc::new(transport), clock.clone());
-            let caller = Caller::new(pool, clock, HELLO_LIMIT);
-            let me = Node {
-                name: "asker".parse().unwrap(),
-                address: "asker".into(),
-                zone: String::new(),
-                rack: String::new(),
-                storage: true,
-            };
-            let seeds = ["first", "home", "last"].map(str::to_owned).into();
-            let home = RemoteCatalogue::new(caller, me, seeds).find().await.unwrap();
+            says(&network, "first", late, "rumour", None);
+            says(&network, "home", 4, "home", None);
+            says(&network, "last", 4, "rumour", None);
+            let home = asks(&network, &["first", "home", "last"]).find().await.unwrap();
             assert_eq!(home, at(found), "epoch {late}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_home_that_names_another_map_or_none_is_not_asked() {
+        let (ours, theirs) = (Some(MapId([1; 16])), Some(MapId([2; 16])));
+        for (expected, epoch, map, is_taken) in [
+            (ours, 4, ours, true),
+            (ours, 4, theirs, false),
+            (ours, 4, None, false),
+            (ours, 3, ours, false),
+            (ours, 5, theirs, true),
+            (None, 4, None, true),
+        ] {
+            let network = MemoryNetwork::new();
+            says(&network, "home", epoch, "home", map);
+            let catalogue = asks(&network, &[]);
+            catalogue.expect(Epoch(4), expected);
+            let reached = catalogue.reach(&at("home")).await;
+            assert_eq!(reached.is_ok(), is_taken, "{expected:?}: epoch {epoch}, {map:?}");
         }
     }
 }

@@ -15,6 +15,7 @@ use super::{Front, Outcome, connect};
 use crate::client::ShowReport;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{NodeId, PeerName};
+use crate::kind::Kind;
 use crate::units::{ByteCount, date};
 use crate::wire::calls::{RemoveAnswer, StepView};
 
@@ -45,7 +46,13 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let answer = client.remove(&options.step.job, options.step.step).await;
     connect::close(&client).await;
-    let answer = answer.map_err(|error| connect::failure(&error))?;
+    let answer = answer.map_err(|error| match error.kind() {
+        Kind::Fenced => connect::failure(&error).with_hint(format!(
+            "`rapidraid show {}` shows the save that is there now",
+            options.step
+        )),
+        _ => connect::failure(&error),
+    })?;
     Ok(Box::new(Removed { step: options.step, answer }))
 }
 

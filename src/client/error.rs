@@ -28,6 +28,14 @@ pub enum ClientError {
         /// The last failure.
         reason: String,
     },
+    /// Nothing is committed as the step.
+    #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
+    NoStep {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+    },
     /// The step went away while it was read.
     #[error("{job}/{step} was removed or replaced meanwhile")]
     Removed {
@@ -170,7 +178,9 @@ impl ClientError {
     pub fn kind(&self) -> Kind {
         match self {
             ClientError::Unreachable { .. } => Kind::Unavailable,
-            ClientError::Removed { .. } | ClientError::NoShard { .. } => Kind::NotFound,
+            ClientError::NoStep { .. }
+            | ClientError::Removed { .. }
+            | ClientError::NoShard { .. } => Kind::NotFound,
             ClientError::DuplicateName { .. }
             | ClientError::NoShards
             | ClientError::RangeOfMany

@@ -35,7 +35,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::config::Congestion;
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{ClusterId, Epoch, Job, PeerName, Step};
+use crate::id::{ClusterId, Epoch, Job, PeerName, SaveId, Step};
 use crate::kind::Kind;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::identity::Identity;
@@ -335,10 +335,18 @@ impl Client {
 
     /// Removes a committed step: the save that it is now. One that replaces it meanwhile stays, however late the request comes through.
     pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
-        let look = Show { job: job.clone(), step: Some(step), first_shard: 0 };
-        let save = self.ask(&look).await?.step.saved.save;
+        let save = self.look_up(job, step).await?;
         // Asked once: a repeat could report as missing what the first has removed.
         self.ask_once(&Remove { job: job.clone(), step, save }, LONG_LIMIT).await
+    }
+
+    /// Which save a step is.
+    async fn look_up(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
+        let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
+        let page = self.ask(&List { job: Some(job.clone()), after: before }).await?;
+        let found = page.steps.into_iter().find(|view| view.step == step);
+        let found = found.ok_or_else(|| ClientError::NoStep { job: job.clone(), step })?;
+        Ok(found.saved.save)
     }
 
     /// Archives a committed step (`None`: the latest) and watches; the work is a daemon's and goes on without us.

@@ -44,13 +44,11 @@ impl Node {
                 met.insert(node.name.clone(), node);
             }
         }
-        // A home that has not noted its own map yet must not be taken for one that serves whichever the asker knows.
-        let hosted = self.hosted_catalogue().map(|local| local.map());
         Ok(HelloAnswer {
             cluster: self.settings.cluster,
             node: self.settings.name.clone(),
             epoch: self.store.epoch(),
-            map: hosted.or(self.store.map()),
+            map: self.store.map(),
             revision: self.store.revision(),
             catalogue: self.catalogue_home(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

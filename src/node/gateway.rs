@@ -11,7 +11,7 @@ use crate::catalogue::records::{
     CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, read, state_key, update,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
-use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, ShardState};
+use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardState};
 use crate::id::{Job, SaveId, Step};
 use crate::kind::Kind;
 use crate::net::Role;
@@ -32,13 +32,28 @@ pub(super) fn not_committed(job: &Job, step: Step) -> Failure {
     failure(Kind::NotFound, format!("{job}/{step} is not committed: `rapidraid ls` shows what is"))
 }
 
+/// What became of a save that was to go out of sight.
+pub(super) enum Unpublished {
+    /// It is being removed, from now on or already.
+    Removing(Removing),
+    /// Another save is committed in its place.
+    Other,
+    /// Nothing is committed, and it is not being removed.
+    Nothing,
+}
+
 impl Node {
     pub(super) async fn remove(self: &Arc<Self>, call: Remove) -> Result<RemoveAnswer, Failure> {
         let Remove { job, step, save } = &call;
-        let entry = self.unpublish(job, *step, *save, RemoveReason::Deleted).await?;
-        let entry = match entry {
-            Some(entry) => entry,
-            None => self.removing(job, *step, *save).await?,
+        let entry = match self.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
+            Unpublished::Removing(entry) => entry,
+            Unpublished::Other => {
+                let text = format!(
+                    "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to go as well"
+                );
+                return Err(failure(Kind::Fenced, text));
+            }
+            Unpublished::Nothing => return Err(not_committed(job, *step)),
         };
         let node = self.clone();
         let work = self.tasks.spawn(async move {
@@ -58,20 +73,6 @@ impl Node {
         Ok(removed?.answer)
     }
 
-    /// The removal of a save that is under way already.
-    async fn removing(&self, job: &Job, step: Step, save: SaveId) -> Result<Removing, Failure> {
-        let found = read::<Checkpoint>(&*self.catalogue(), &checkpoint_key(job, step)).await?;
-        let checkpoint = found.map(|(checkpoint, _)| checkpoint).unwrap_or_default();
-        if checkpoint.committed.is_some() {
-            let text = format!(
-                "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to go as well"
-            );
-            return Err(failure(Kind::Fenced, text));
-        }
-        let mut removing = checkpoint.removing.into_iter();
-        removing.find(|entry| entry.save == save).ok_or_else(|| not_committed(job, step))
-    }
-
     /// Takes `save` out of sight, if it is what is committed, by one compare-and-set: from now on it is being removed.
     pub(super) async fn unpublish(
         &self,
@@ -79,19 +80,27 @@ impl Node {
         step: Step,
         save: SaveId,
         reason: RemoveReason,
-    ) -> Result<Option<Removing>, Failure> {
-        let mut entry = None;
+    ) -> Result<Unpublished, Failure> {
+        let mut found = Unpublished::Nothing;
+        // It is asked anew when somebody else, or an answer of ours that was lost, has changed the record meanwhile.
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
-            let wanted = |saved: &mut Saved| saved.save == save;
-            let Some(saved) = checkpoint.committed.take_if(wanted) else { return Ok(None) };
-            let (save, generation) = (saved.save, saved.generation);
-            entry = Some(Removing { save, generation, reason });
-            checkpoint.removing.extend(entry.clone());
+            let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
+                let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
+                found = match (checkpoint.committed, going) {
+                    (Some(_), _) => Unpublished::Other,
+                    (None, Some(entry)) => Unpublished::Removing(entry),
+                    (None, None) => Unpublished::Nothing,
+                };
+                return Ok(None);
+            };
+            let entry = Removing { save, generation: saved.generation, reason };
+            found = Unpublished::Removing(entry.clone());
+            checkpoint.removing.push(entry);
             Ok(Some(checkpoint))
         };
         about_to(Stage::Removing, format_args!("{job}/{step}"));
         update(&*self.catalogue(), &checkpoint_key(job, step), change).await?;
-        Ok(entry)
+        Ok(found)
     }
 
     pub(super) async fn list(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {

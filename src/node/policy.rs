@@ -11,6 +11,7 @@ use tokio::task::JoinHandle;
 
 use super::Node;
 use super::failure::failure;
+use super::gateway::Unpublished;
 use super::waits::Waits;
 use super::walk::Walk;
 use crate::catalogue::records::{
@@ -204,7 +205,8 @@ impl Node {
             return Ok(());
         }
         let reason = RemoveReason::Retired;
-        if let Some(entry) = self.unpublish(job, step, saved.save, reason).await? {
+        let found = self.unpublish(job, step, saved.save, reason).await?;
+        if let Unpublished::Removing(entry) = found {
             tracing::info!(
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
                 "retired by the policy: enough newer steps are committed"

@@ -278,8 +278,7 @@ impl Storm<'_> {
     fn remove(&self, who: &str, name: &Name) {
         let before = self.ledger().possible(name);
         self.ledger().remove(name);
-        let ended =
-            self.run(who, "rm", &format!("rm {}/{}", name.0, name.1), &["not_found", "fenced"]);
+        let ended = self.run(who, "rm", &format!("rm {}/{}", name.0, name.1), &["not_found"]);
         let found_none = kind_of(&ended) == "not_found";
         assert!(
             !found_none || before.contains(&None),

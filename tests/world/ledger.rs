@@ -166,7 +166,11 @@ impl Ledger {
                 entry.settled = Possible::from([None]);
             }
             Err(error) if error.kind() == Kind::Fenced => {
-                assert!(entry.versions.len() > 1, "step {step} was never saved anew: {error}");
+                let is_anew = entry.versions.len() > 1 || !entry.pending.is_empty();
+                assert!(is_anew, "step {step} was never saved anew: {error}");
+                if !begun.before.contains(&None) && entry.removals == begun.removals {
+                    entry.settled.remove(&None);
+                }
             }
             Err(_) => {
                 let before = begun.before.iter().copied().flatten();

@@ -41,14 +41,25 @@ struct StripeEvidence {
 pub enum Verdict {
     /// Committed, and whole.
     Committed(Box<Committed>),
-    /// To be removed from all nodes.
+    /// To be removed from all nodes; what step it was of, nothing says.
     Orphan(Removing),
+    /// It was committed, and is to be removed from all nodes.
+    Removing {
+        /// The job.
+        job: Job,
+        /// The step that it was of.
+        step: Step,
+        /// The save.
+        removing: Removing,
+    },
     /// Committed, but a root is nowhere to be had.
     Incomplete {
         /// The job.
         job: Job,
         /// The step.
         step: Step,
+        /// The save.
+        saved: Saved,
         /// What is missing.
         why: String,
     },
@@ -130,14 +141,17 @@ impl SaveEvidence {
     /// What follows. `generation` is that of the new catalogue's records.
     pub fn judge(self, save: SaveId, generation: Generation) -> Verdict {
         let orphan = |reason| Verdict::Orphan(Removing { save, generation, reason });
-        if let Some(tombstone) = self.tombstone {
-            return orphan(tombstone.reason);
-        }
-        if self.is_buried {
-            return orphan(RemoveReason::Deleted);
-        }
-        let Some((job, step, saved)) = self.saved else {
-            return orphan(RemoveReason::Aborted);
+        let reason = self.tombstone.map(|tombstone| tombstone.reason);
+        let reason = reason.or(self.is_buried.then_some(RemoveReason::Deleted));
+        let (job, step, saved) = match (self.saved, reason) {
+            (None, reason) => return orphan(reason.unwrap_or(RemoveReason::Aborted)),
+            // All nodes have said once that it has no mark: whoever collects orphans asks again.
+            (Some(_), Some(RemoveReason::Aborted)) => return orphan(RemoveReason::Aborted),
+            (Some((job, step, saved)), Some(reason)) => {
+                let removing = Removing { save, generation: saved.generation, reason };
+                return Verdict::Removing { job, step, removing };
+            }
+            (Some(saved), None) => saved,
         };
         let mut shards = Vec::new();
         let mut found = self.shards;
@@ -146,23 +160,23 @@ impl SaveEvidence {
             let Some(root) = shard.root else {
                 let why =
                     format!("the root of shard {index} of {} was found nowhere", saved.shards);
-                return Verdict::Incomplete { job, step, why };
+                return Verdict::Incomplete { job, step, saved, why };
             };
             let Ok(geometry) = root.geometry() else {
                 let why = format!("the root of shard {} does not fit together", root.name);
-                return Verdict::Incomplete { job, step, why };
+                return Verdict::Incomplete { job, step, saved, why };
             };
             let (state, damaged) = judge_stripes(&root, &geometry, &shard.stripes, generation);
             if state.runs.len() > MAX_RUNS {
                 let why =
                     format!("the stripes of shard {} are in more than {MAX_RUNS} runs", root.name);
-                return Verdict::Incomplete { job, step, why };
+                return Verdict::Incomplete { job, step, saved, why };
             }
             shards.push(CommittedShard { root, state, marked: shard.marked, damaged });
         }
         if roots_hash(shards.iter().map(|shard| &shard.root)) != Some(saved.roots_hash) {
             let why = "its shard roots are not the ones that were committed".to_owned();
-            return Verdict::Incomplete { job, step, why };
+            return Verdict::Incomplete { job, step, saved, why };
         }
         Verdict::Committed(Box::new(Committed { job, step, saved, shards }))
     }
@@ -308,11 +322,17 @@ mod tests {
     fn one_tombstone_or_grave_outweighs_every_mark() {
         let orphan =
             |reason| Verdict::Orphan(Removing { save: SAVE, generation: GENERATION, reason });
+        let removing = |reason| {
+            let generation = Generation { epoch: Epoch(1), counter: 1 };
+            let removing = Removing { save: SAVE, generation, reason };
+            Verdict::Removing { job: "job".parse().unwrap(), step: Step(1), removing }
+        };
         let marks = vec![marked(); 3];
         let with = |other: ShardHolding| [marks.clone(), vec![other]].concat();
         assert!(matches!(judged(&marks, false), Verdict::Committed(_)));
-        assert_eq!(judged(&with(tombstone(CLUSTER, SAVE)), false), orphan(RemoveReason::Retired));
-        assert_eq!(judged(&marks, true), orphan(RemoveReason::Deleted));
+        assert_eq!(judged(&with(tombstone(CLUSTER, SAVE)), false), removing(RemoveReason::Retired));
+        assert_eq!(judged(&marks, true), removing(RemoveReason::Deleted));
+        assert_eq!(judged(&[tombstone(CLUSTER, SAVE)], true), orphan(RemoveReason::Retired));
         // Of another cluster, or another save: no evidence.
         for other in [tombstone(ClusterId([2; 16]), SAVE), tombstone(CLUSTER, SaveId([8; 12]))] {
             assert!(matches!(judged(&with(other), false), Verdict::Committed(_)));

@@ -71,7 +71,7 @@ pub struct Checkpoint {
     pub committed: Option<Saved>,
     /// The save under way.
     pub writing: Option<Writing>,
-    /// Saves whose files are being removed.
+    /// Saves whose files are being removed; what was committed before comes first.
     pub removing: Vec<Removing>,
 }
 

@@ -382,11 +382,11 @@ impl Node {
         let evidence = evidence.into_inner().unwrap_or_else(PoisonError::into_inner);
         match evidence.judge(save, Generation::default()) {
             Verdict::Committed(committed) => Ok(*committed),
-            Verdict::Orphan(_) => {
+            Verdict::Orphan(_) | Verdict::Removing { .. } => {
                 let text = format!("save {save} was removed, or never committed");
                 Err(failure(Kind::NotFound, text))
             }
-            Verdict::Incomplete { job, step, why } => {
+            Verdict::Incomplete { job, step, why, .. } => {
                 let text = format!("{job}/{step} cannot be read without a catalogue: {why}");
                 Err(failure(Kind::Lost, text))
             }

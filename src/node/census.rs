@@ -9,7 +9,7 @@ use futures_util::future::try_join_all;
 
 use super::Node;
 use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
-use crate::format::records::{Node as NodeRecord, RemoveReason, Removing};
+use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
 use crate::wire::calls::{Buried, Inventory, ShardHolding};
@@ -31,18 +31,23 @@ struct Source {
 pub(super) struct Census {
     /// Committed saves; of several of one step the newest.
     pub steps: BTreeMap<(Job, Step), Box<Committed>>,
-    /// Saves to be removed.
+    /// Saves to be removed that were committed once, of steps that may have a newer one; the oldest first.
+    pub removing: BTreeMap<(Job, Step), Vec<Removing>>,
+    /// Saves to be removed that belong to no step, as far as is known.
     pub orphans: Vec<Removing>,
-    /// Committed steps that cannot be brought back, and why.
-    pub incomplete: Vec<String>,
+    /// Committed saves that cannot be brought back, and why.
+    incomplete: Vec<(Job, Step, Saved, String)>,
 }
 
 impl Census {
-    fn add(&mut self, verdict: Verdict, generation: Generation) {
+    fn add(&mut self, verdict: Verdict) {
         match verdict {
             Verdict::Orphan(removing) => self.orphans.push(removing),
-            Verdict::Incomplete { job, step, why } => {
-                self.incomplete.push(format!("{job}/{step}: {why}"));
+            Verdict::Removing { job, step, removing } => {
+                self.removing.entry((job, step)).or_default().push(removing);
+            }
+            Verdict::Incomplete { job, step, saved, why } => {
+                self.incomplete.push((job, step, saved, why));
             }
             Verdict::Committed(committed) => {
                 let key = (committed.job.clone(), committed.step);
@@ -52,11 +57,43 @@ impl Census {
                 };
                 let is_newer = committed.saved.generation > other.saved.generation;
                 let (newer, older) = if is_newer { (committed, other) } else { (other, committed) };
-                let (save, reason) = (older.saved.save, RemoveReason::Superseded);
+                self.supersede(key.clone(), &older.saved);
                 self.steps.insert(key, newer);
-                self.orphans.push(Removing { save, generation, reason });
             }
         }
+    }
+
+    fn supersede(&mut self, step: (Job, Step), older: &Saved) {
+        let &Saved { save, generation, .. } = older;
+        let removing = Removing { save, generation, reason: RemoveReason::Superseded };
+        self.removing.entry(step).or_default().push(removing);
+    }
+
+    /// All saves are judged: nobody misses what is incomplete and was superseded.
+    fn finish(&mut self) {
+        for (job, step, saved, why) in std::mem::take(&mut self.incomplete) {
+            let key = (job, step);
+            let newer = self.steps.get(&key).map(|committed| committed.saved.generation);
+            if newer.is_some_and(|newer| newer > saved.generation) {
+                self.supersede(key, &saved);
+            } else {
+                let (job, step) = key;
+                self.incomplete.push((job, step, saved, why));
+            }
+        }
+        for removing in self.removing.values_mut() {
+            removing.sort_by_key(|removing| removing.generation);
+        }
+    }
+
+    /// Committed steps that cannot be brought back, and why.
+    pub(super) fn incomplete(&self) -> impl Iterator<Item = String> + '_ {
+        self.incomplete.iter().map(|(job, step, _, why)| format!("{job}/{step}: {why}"))
+    }
+
+    /// How many saves are to be removed.
+    pub(super) fn to_remove(&self) -> usize {
+        self.orphans.len() + self.removing.values().map(Vec::len).sum::<usize>()
     }
 
     /// The nodes of the committed shards' rings.
@@ -91,8 +128,9 @@ impl Node {
         try_join_all(sources.iter_mut().map(|source| self.fill(source))).await?;
         let mut census = Census::default();
         while let Some((save, evidence)) = self.next_save(&mut sources).await? {
-            census.add(evidence.judge(save, generation), generation);
+            census.add(evidence.judge(save, generation));
         }
+        census.finish();
         Ok(census)
     }
 

@@ -56,17 +56,8 @@ impl Node {
             Unpublished::Nothing => return Err(not_committed(job, *step)),
         };
         let node = self.clone();
-        let work = self.tasks.spawn(async move {
-            let (job, step) = (&call.job, call.step);
-            let key = checkpoint_key(job, step);
-            let found = read::<Checkpoint>(&*node.catalogue(), &key).await?;
-            let removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
-            // What the step was before goes first: without a tombstone its marks would speak for it when the newer save's are gone.
-            for older in removing.iter().filter(|older| older.save != entry.save) {
-                node.removal(job, step, older).await?;
-            }
-            node.removal(job, step, &entry).await
-        });
+        let work =
+            self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
         let removed = work.await.map_err(|_| {
             failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later")
         })?;

@@ -19,7 +19,7 @@ use crate::code::{Code, CodeId, table};
 use crate::format::records::{
     Checkpoint, CommitMark, Home, Node as NodeRecord, Record, StripeState,
 };
-use crate::id::{Epoch, Generation, LeaseId, MapId, NodeId, StripeId};
+use crate::id::{Epoch, Generation, Job, LeaseId, MapId, NodeId, Step, StripeId};
 use crate::kind::Kind;
 use crate::stage::{Stage, about_to};
 use crate::store::Kv;
@@ -112,17 +112,25 @@ impl Node {
             home: self.settings.name.to_string(),
             reached: sources.iter().map(|node| node.name.clone()).collect(),
             missing: without(&members, &claimed).map(|node| node.name.clone()).collect(),
-            orphans: u32::try_from(census.orphans.len()).unwrap_or(u32::MAX),
-            incomplete: census.incomplete,
+            orphans: u32::try_from(census.to_remove()).unwrap_or(u32::MAX),
+            incomplete: census.incomplete().collect(),
             ..RebuildAnswer::default()
         };
         let mut writer = MapWriter::new(fresh, epoch);
         for node in &members {
             writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
-        for committed in census.steps.into_values() {
+        let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
+        for (step, committed) in census.steps {
             self.mark_again(&sources, &committed, epoch).await;
+            checkpoints.entry(step).or_default().committed = Some(committed.saved.clone());
             self.write_step(&mut writer, *committed, &mut answer)?;
+        }
+        for (step, removing) in census.removing {
+            checkpoints.entry(step).or_default().removing = removing;
+        }
+        for ((job, step), checkpoint) in &checkpoints {
+            writer.put(&checkpoint_key(job, *step), &checkpoint.to_bytes()?)?;
         }
         for removing in &census.orphans {
             writer.put(&orphan_key(removing.save), &removing.to_bytes()?)?;
@@ -248,7 +256,7 @@ impl Node {
         committed: Committed,
         answer: &mut RebuildAnswer,
     ) -> Result<(), Failure> {
-        let Committed { job, step, saved, shards } = committed;
+        let Committed { job, step, shards, .. } = committed;
         let mut unfinished = None;
         for shard in shards {
             let root = &shard.root;
@@ -269,8 +277,6 @@ impl Node {
             };
             map.put(&archiving_key(&job, step), &wish.to_bytes()?)?;
         }
-        let checkpoint = Checkpoint { committed: Some(saved), ..Checkpoint::default() };
-        map.put(&checkpoint_key(&job, step), &checkpoint.to_bytes()?)?;
         answer.steps += 1;
         Ok(())
     }
@@ -361,10 +367,10 @@ fn check_census(
         );
         return Err(failure(Kind::Unavailable, text));
     }
-    let Some(first) = census.incomplete.first() else { return Ok(()) };
+    let Some(first) = census.incomplete().next() else { return Ok(()) };
     let text = format!(
         "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
-        census.incomplete.len()
+        census.incomplete().count()
     );
     Err(failure(Kind::Lost, text))
 }

@@ -58,8 +58,13 @@ impl Node {
         if entry.reason != RemoveReason::Aborted {
             // A catalogue that was rebuilt meanwhile may have it as committed again, by its marks.
             self.unpublish(job, step, entry.save, entry.reason).await?;
+            // What the step was before goes first: without tombstones its marks would speak for the step when the newer save's are gone.
+            for older in self.removed_before(job, step, entry).await? {
+                self.unpublish(job, step, older.save, older.reason).await?;
+                self.bury(&what, &older).await?;
+            }
         }
-        let answer = self.bury(&what, entry, usize::MAX).await?;
+        let answer = self.bury(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
             self.forget(&*self.catalogue(), job, step, entry).await?;
@@ -69,19 +74,27 @@ impl Node {
 
     /// Removes a save that belongs to no step's record, as far as it goes now; `true` when it is gone from all nodes.
     pub(super) async fn removal_of_orphan(&self, entry: &Removing) -> Result<bool, Failure> {
-        // Its roots are not known: tombstones must be where a later rebuild finds one.
-        let tolerated = tolerated(self.settings.codes.iter().copied());
-        let answer = self.bury(&format!("save {}", entry.save), entry, tolerated).await?;
+        let answer = self.bury(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
     }
 
-    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
-    async fn bury(
+    /// What was committed as the step before it and is being removed too; the oldest first.
+    async fn removed_before(
         &self,
-        what: &str,
+        job: &Job,
+        step: Step,
         entry: &Removing,
-        tolerated_without_roots: usize,
-    ) -> Result<RemoveAnswer, Failure> {
+    ) -> Result<Vec<Removing>, Failure> {
+        let found = read::<Checkpoint>(&*self.catalogue(), &checkpoint_key(job, step)).await?;
+        let mut removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
+        let at = removing.iter().position(|other| other.save == entry.save);
+        removing.truncate(at.unwrap_or_default());
+        removing.retain(|older| older.reason != RemoveReason::Aborted);
+        Ok(removing)
+    }
+
+    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
+    async fn bury(&self, what: &str, entry: &Removing) -> Result<RemoveAnswer, Failure> {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
@@ -103,11 +116,12 @@ impl Node {
             missing.filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>()
         };
         let missed = without(&marked);
-        let may_miss = roots
-            .iter()
-            .map(|root| usize::from(root.k) - 1)
-            .min()
-            .unwrap_or(tolerated_without_roots);
+        // Tombstones must be where a later rebuild finds one before it finds a mark.
+        let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
+        let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
+            RemoveReason::Aborted => usize::MAX,
+            _ => tolerated(self.settings.codes.iter().copied()),
+        });
         if missed.len() > may_miss {
             let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
             let text = format!(

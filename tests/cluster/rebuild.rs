@@ -264,6 +264,58 @@ async fn what_a_node_that_missed_the_rebuild_holds_of_removed_saves_goes_when_it
     assert_exact(&client, 3).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_a_step_was_before_a_rebuild_goes_before_the_step() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let replaced = vec![shard("weights", &content(LEN, 2))];
+    client.save(&job(), Step(1), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
+    // The gateway dies before it has buried what was replaced.
+    world.kill(1).await;
+    lose_catalogue(&mut world).await;
+    let client = world.client_of(2);
+    let report = rebuild_on(&client, 3, false).await.unwrap();
+    assert_eq!((report.steps, report.orphans), (1, 1), "{report:?}");
+    client.remove(&job(), Step(1)).await.unwrap();
+    // Lost again at once: only what the nodes have speaks for the step.
+    world.kill(3).await;
+    world.machines[3].catalogue.set(None);
+    world.boot(3);
+    let report = rebuild_on(&client, 4, false).await.unwrap();
+    assert_eq!(report.steps, 0, "{report:?}");
+    world.boot(1);
+    world.assert_swept(&client).await;
+    let left = || world.catalogue_keys("c/").len() + world.catalogue_keys("x/").len();
+    world.until("nothing left to remove", || left() == 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_superseded_and_is_not_whole_any_more_holds_up_no_rebuild() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("other", &content(9, 2)), ("weights", &content(LEN, 2))]).await;
+    let lost = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
+    let newer = vec![shard("weights", &content(LEN, 1))];
+    client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+    // The gateway dies before it has buried what was replaced.
+    world.kill(1).await;
+    for index in 2..=6 {
+        let store = world.nodes[&index].store();
+        for (name, _) in store.list_small(Scope::Shard(lost)).unwrap() {
+            store.remove_small(Scope::Shard(lost), &name).unwrap();
+        }
+    }
+    lose_catalogue(&mut world).await;
+    let client = world.client_of(2);
+    let report = rebuild_on(&client, 3, false).await.unwrap();
+    assert_eq!((report.steps, report.orphans), (1, 1), "{report:?}");
+    world.boot(1);
+    assert_exact(&client, 1).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    world.assert_swept(&client).await;
+}
+
 /// The home looks at what a node holds that the rebuild was without, while a save is under way on it.
 #[tokio::test(start_paused = true)]
 async fn a_save_under_way_is_no_orphan_of_a_rebuild() {

@@ -266,6 +266,8 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
         }
         let (begin, begins) = std::sync::mpsc::channel();
         let (go_on, goes_on) = std::sync::mpsc::channel::<()>();
+        // What the node has heard of the catalogue is noted meanwhile: the next change is the record's.
+        tokio::time::sleep(world.lease / 2).await;
         // A replica first sees that the index has none.
         world.machines[2].power.cut_after(u64::from(kind == 3), move || {
             begin.send(()).unwrap();

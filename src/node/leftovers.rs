@@ -89,16 +89,30 @@ impl Node {
             if !self.on_store(move |store| is_unexplained(store, stripe, by)).await? {
                 continue;
             }
-            let call = Drop { stripe, attempt, generation };
-            let mut dropped = self.drop_replicas(call.clone()).await;
-            if dropped.as_ref().is_err_and(|failure| failure.kind == Kind::NotFound)
-                && self.bring_receipt(&*catalogue, &call).await?
-            {
-                dropped = self.drop_replicas(call).await;
+            // What keeps one is no reason to keep the others.
+            match self.drop_unexplained(&*catalogue, Drop { stripe, attempt, generation }).await {
+                Ok(files) => tracing::info!(%stripe, files, "dropped what was left over"),
+                Err(error) => {
+                    tracing::info!(%stripe, %error, "files that may be left over stay for now");
+                }
             }
-            tracing::info!(%stripe, files = dropped?.files, "dropped what was left over");
         }
         Ok(())
+    }
+
+    /// By the receipt that is here, or another node's.
+    async fn drop_unexplained(
+        &self,
+        catalogue: &dyn Catalogue,
+        call: Drop,
+    ) -> Result<u32, Failure> {
+        let mut dropped = self.drop_replicas(call.clone()).await;
+        if dropped.as_ref().is_err_and(|failure| failure.kind == Kind::NotFound)
+            && self.bring_receipt(catalogue, &call).await?
+        {
+            dropped = self.drop_replicas(call).await;
+        }
+        Ok(dropped?.files)
     }
 
     /// Brings the receipt of an archived stripe from another node, unless one is here; whether it has. It may be an earlier one of the attempt,

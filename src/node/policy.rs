@@ -30,7 +30,7 @@ use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 
 /// Steps retired in one round.
 const RETIRED_AT_ONCE: usize = 8;
-/// While so many archivings are asked for, the policy asks for no more: nodes are missing, or others are at work.
+/// While so many archivings are under way, the policy begins none. Those that wait for nodes hold up nothing.
 const MAX_WISHES: usize = 4;
 /// Steps whose shards are looked at in one round.
 const LOOKED_AT_ONCE: usize = 256;
@@ -112,7 +112,8 @@ impl Node {
         memory.archived = std::mem::take(&mut round.still_archived);
         memory.cursor = round.stopped_at.take();
         if memory.archiving.as_ref().is_none_or(JoinHandle::is_finished)
-            && wishes.len() < MAX_WISHES
+            && wishes.iter().filter(|(_, _, waiting)| waiting.is_none()).count() < MAX_WISHES
+            && wishes.len() < MAX_PAGE as usize
             && let Some((job, step, save)) = round.next.take()
         {
             memory.archiving = Some(self.archive_by_policy(job, step, save));
@@ -294,7 +295,7 @@ impl Node {
     }
 }
 
-/// Archivings that are asked for; the first page of them, which is more than the policy waits for.
+/// Archivings that are asked for; the first page of them, with which the policy asks for no more.
 async fn wishes(catalogue: &dyn Catalogue) -> Result<Vec<Wish>, Failure> {
     let mut wishes = Vec::new();
     for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {

@@ -107,6 +107,38 @@ async fn a_save_that_a_move_meets_is_whole_afterwards() {
     world.kill(0).await;
 }
 
+/// At any moment of an archiving by another daemon than the old home: nobody has to ask again.
+#[tokio::test(start_paused = true)]
+async fn an_archiving_that_a_move_meets_goes_on() {
+    let mut world = World::simulated(6, &[(4, 2)], BLOCK, 1).await;
+    world.set_lag(3);
+    let client = world.client_of_all(&[1, 2]);
+    let mut homes = [3, 0].into_iter().cycle();
+    let mut met = 0;
+    for step in 1..=20 {
+        try_save(&client, step).await.unwrap();
+        let archiving = {
+            let client = world.client_of(2);
+            let archive = async move {
+                let plan = options(PlanChoice::Chain);
+                client.archive(&job(), Some(Step(step)), plan, &mut |_| ()).await.is_ok()
+            };
+            tokio::spawn(archive)
+        };
+        tokio::time::sleep(Duration::from_millis(10 * step)).await;
+        move_to(&client, homes.next().unwrap()).await.unwrap();
+        met += u32::from(!archiving.await.unwrap());
+        let is_done = || {
+            world.files(|path| path.ends_with(".rep")).is_empty()
+                && world.catalogue_keys("a/").is_empty()
+        };
+        world.until("the archiving to go on", is_done).await;
+        assert_exact(&client, step).await;
+    }
+    assert!(met > 0, "no move has met one");
+    world.kill(0).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_home_hands_over_only_for_a_whole_copy() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;

@@ -202,9 +202,9 @@ async fn with_a_node_away_the_policy_waits_longer_and_longer() {
     restart(&mut world, for_all(archive_all_but(1))).await;
     tokio::time::sleep(Duration::from_secs(40 * 60)).await;
     let answer = policy(&client).await;
-    assert_eq!((answer.to_archive, world.catalogue_keys("a/").len()), (7, 4), "{answer:?}");
+    assert_eq!((answer.to_archive, world.catalogue_keys("a/").len()), (7, 7), "{answer:?}");
     // Those that are being tried just now do not wait.
-    assert!((1..=4).contains(&answer.waiting.len()), "{answer:?}");
+    assert!((1..=7).contains(&answer.waiting.len()), "{answer:?}");
     for wait in &answer.waiting {
         // 7 s, 14 s ... 10 min: ten waits take 45 minutes, all daemons together; a try may last as well.
         assert!((5..=10).contains(&wait.failures), "{wait:?}");
@@ -216,6 +216,32 @@ async fn with_a_node_away_the_policy_waits_longer_and_longer() {
     }
     world.boot(3);
     until_archived(&client, &world, &[1, 2, 3, 4, 5, 6, 7]).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_is_gone_for_good_stops_no_archiving_where_another_takes_its_place() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save_steps(&client, 1..=10).await;
+    world.kill(6).await;
+    restart(&mut world, for_all(archive_all_but(1))).await;
+    let proven = |state: StripeState| matches!(state, StripeState::Archived { .. });
+    for step in 1..=9 {
+        for wait in 0.. {
+            let report = client.show(&job(), Some(Step(step))).await.unwrap();
+            if report.shards.iter().all(|(_, state)| state.states().all(proven)) {
+                break;
+            }
+            assert!(wait < 200, "step {step} waits: {:?}", policy(&client).await);
+            tokio::time::sleep(world.lease).await;
+        }
+    }
+    let answer = policy(&client).await;
+    let drops = answer.waiting.iter().filter(|wait| wait.why.contains("to be dropped")).count();
+    assert!(drops > 4, "the node was needed by few: {answer:?}");
+    world.boot(6);
+    until_archived(&client, &world, &[1, 2, 3, 4, 5, 6, 7, 8, 9]).await;
     world.assert_idle().await;
 }
 

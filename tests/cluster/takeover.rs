@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rapidraid::client::{Client, RestoreRequest};
+use rapidraid::client::{Client, RestoreRequest, SaveOptions};
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Step, StripeId};
 use rapidraid::kind::Kind;
@@ -11,7 +11,7 @@ use rapidraid::store::{Disk, DiskError, DiskFile, MemoryDisk};
 use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice};
 use tokio::sync::mpsc;
 
-use crate::world::{World, content, job, options, quiet, read_file, restore, save};
+use crate::world::{World, content, job, options, quiet, read_file, restore, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 const STRIPES: usize = 8;
@@ -306,6 +306,30 @@ async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
         world.assert_swept(&client).await;
         world.assert_idle().await;
     }
+}
+
+/// What was asked for was to archive the other one.
+#[tokio::test(start_paused = true)]
+async fn a_step_that_is_replaced_in_mid_archiving_stays_replicated() {
+    let mut ended = 0;
+    for point in 0..6 {
+        let world = World::start(4, &[(4, 2)], BLOCK).await;
+        let client = world.client();
+        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+        let (mut told, task) = archiving(world.client_of(2));
+        for _ in 0..=point {
+            told.recv().await.unwrap();
+        }
+        let newer = vec![shard("weights", &content(9, 2))];
+        client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+        ended += u32::from(task.await.unwrap().is_err());
+        tokio::time::sleep(10 * world.lease).await;
+        let held = world.assert_invariant(&client, 1).await;
+        assert_eq!((held.replicas, held.archived), (2, 0), "{held:?}");
+        assert_eq!(world.catalogue_keys("a/"), [""; 0]);
+        world.assert_idle().await;
+    }
+    assert!(ended > 0, "none was in the middle");
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,9 +1,10 @@
 //! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas into n proven pieces
 //! (docs/semantics.md, section 4).
 //!
-//! Split by idea: `shard` owns a shard and commits stripes; `stripe` archives one; `orders` turns a plan into orders and
+//! Split by idea: `error` says why it stops; `shard` owns a shard and commits stripes; `stripe` archives one; `orders` turns a plan into orders and
 //! proofs into verdicts; `replicas` makes missing replicas again.
 
+mod error;
 mod orders;
 mod replicas;
 mod shard;
@@ -16,7 +17,6 @@ use futures_util::stream;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::records::RecordsError;
 use crate::catalogue::records::{
     Archiving, MAX_WHY_CHARS, Waiting, Written, archiving_key, checkpoint_key, parse, read,
     roots_prefix, write,
@@ -25,179 +25,18 @@ use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Checkpoint, Record, ShardRoot, StripeState};
-use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step, StripeId};
-use crate::kind::Kind;
-use crate::net::call::{CallError, Caller};
-use crate::plan::check::PlanError;
-use crate::planner::PlannerError;
+use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step};
+use crate::net::call::Caller;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
-use crate::wire::Failure;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
+pub use error::ArchiveError;
 use shard::OwnedShard;
 
 /// Stripes archived at once unless the caller says otherwise.
 const DEFAULT_PARALLEL: usize = 4;
 /// The most that a caller may ask for.
 const MAX_PARALLEL: usize = 64;
-
-/// Archiving stopped. What was committed before stays; running it again goes on.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ArchiveError {
-    /// There is no such step.
-    #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
-    NotFound {
-        /// The job.
-        job: Job,
-        /// The step.
-        step: Step,
-    },
-    /// Another coordinator has it.
-    #[error("{what} is being archived by {owner}: wait for it, or for its lease to end")]
-    Owned {
-        /// The step or shard.
-        what: String,
-        /// The owner.
-        owner: String,
-    },
-    /// Somebody took the shard from us, or it is being removed.
-    #[error("shard {shard} has gone to a newer owner, or is being removed: stopped")]
-    Fenced {
-        /// The shard's name.
-        shard: String,
-    },
-    /// The code has no plan of the kind.
-    #[error("no certified code for n={n}, k={k}: `rapidraid code list` shows the ones there are")]
-    NoCode {
-        /// n.
-        n: u8,
-        /// k.
-        k: u8,
-    },
-    /// A stripe lacks a node and no spare exists.
-    #[error(
-        "stripe {stripe}: {missing}, and no spare node is live; it waits as replicas until a node is back"
-    )]
-    NoSpare {
-        /// The stripe.
-        stripe: StripeId,
-        /// What is missing where.
-        missing: String,
-    },
-    /// A stripe could not be archived in several tries.
-    #[error(
-        "stripe {stripe} was not archived after {tries} tries: {last}. Its replicas are untouched; run it again"
-    )]
-    Stripe {
-        /// The stripe.
-        stripe: StripeId,
-        /// How often.
-        tries: u32,
-        /// The last failure.
-        last: String,
-        /// Its kind.
-        kind: Kind,
-    },
-    /// Pieces do not prove.
-    #[error("stripe {stripe}: {what} is not what the code says; nothing was dropped")]
-    Unproven {
-        /// The stripe.
-        stripe: StripeId,
-        /// Which piece, where.
-        what: String,
-    },
-    /// A block has no good replica left.
-    #[error("stripe {stripe}: no good replica of block {block} is left on its nodes")]
-    BlockLost {
-        /// The stripe.
-        stripe: StripeId,
-        /// The block, from 1.
-        block: u32,
-    },
-    /// A block has no good replica on the nodes that answer, but others do not.
-    #[error(
-        "stripe {stripe}: no good replica of block {block} is on a node that answers, and {silent} do not; it waits until they are back"
-    )]
-    Away {
-        /// The stripe.
-        stripe: StripeId,
-        /// The block, from 1.
-        block: u32,
-        /// Who does not answer.
-        silent: String,
-    },
-    /// A node has no address.
-    #[error("node {node} is not registered: start its daemon")]
-    Unregistered {
-        /// The node.
-        node: NodeId,
-    },
-    /// A plan is wrong: a defect.
-    #[error("stripe {stripe}: the plan fails its check: {source}")]
-    Plan {
-        /// The stripe.
-        stripe: StripeId,
-        /// Why.
-        source: PlanError,
-    },
-    /// No plan of that kind.
-    #[error(transparent)]
-    Planner(#[from] PlannerError),
-    /// The catalogue failed.
-    #[error(transparent)]
-    Catalogue(#[from] CatalogueError),
-    /// Records are missing.
-    #[error(transparent)]
-    Records(#[from] RecordsError),
-    /// A call failed.
-    #[error(transparent)]
-    Call(#[from] CallError),
-    /// A node's part of a plan failed.
-    #[error("node {node}{}: {failure}", behind(before))]
-    Part {
-        /// The node.
-        node: String,
-        /// Those that send it something in this plan.
-        before: Vec<String>,
-        /// What the node says.
-        failure: Failure,
-    },
-    /// A record cannot be written or read.
-    #[error("{0}")]
-    Format(String),
-}
-
-fn behind(before: &[String]) -> String {
-    if before.is_empty() { String::new() } else { format!(", behind {}", before.join(", ")) }
-}
-
-impl ArchiveError {
-    /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        match self {
-            ArchiveError::NotFound { .. } => Kind::NotFound,
-            ArchiveError::Owned { .. } => Kind::Exists,
-            ArchiveError::Fenced { .. } => Kind::Fenced,
-            ArchiveError::NoCode { .. } => Kind::Invalid,
-            ArchiveError::NoSpare { .. }
-            | ArchiveError::Away { .. }
-            | ArchiveError::Unregistered { .. } => Kind::Unavailable,
-            // Whoever did not answer may have what was not found.
-            ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => Kind::Unavailable,
-            ArchiveError::Stripe { kind, .. } => *kind,
-            ArchiveError::Unproven { .. } => Kind::Corrupt,
-            ArchiveError::BlockLost { .. } => Kind::Lost,
-            ArchiveError::Plan { .. } => Kind::Internal,
-            ArchiveError::Planner(error) => error.kind(),
-            ArchiveError::Catalogue(error) => error.kind(),
-            ArchiveError::Records(error) => error.kind(),
-            ArchiveError::Call(error) => error.kind(),
-            ArchiveError::Part { failure, .. } => failure.kind,
-            ArchiveError::Format(_) => Kind::Corrupt,
-        }
-    }
-}
 
 /// Archives on behalf of one daemon.
 #[derive(Clone)]
@@ -272,6 +111,15 @@ impl Claim {
     }
 }
 
+/// How an archiving ended.
+struct Ended {
+    result: Result<(), ArchiveError>,
+    /// Stripes whose replicas are not all confirmed to be dropped.
+    undropped: u64,
+    /// The save is not committed any more.
+    is_gone: bool,
+}
+
 /// What an archiving has to say while it runs. Lost when nobody listens; the work goes on.
 pub type Events = mpsc::Sender<ArchiveEvent>;
 
@@ -332,11 +180,12 @@ impl Coordinator {
 
     /// Archives what is claimed, and ends the claim or leaves it to wait.
     async fn carry_out(&self, claim: &Claim, events: &Events) -> Result<(), ArchiveError> {
-        let result = self.archive_claimed(claim, events).await;
+        let Ended { result, undropped, is_gone } = self.archive_claimed(claim, events).await;
         let why = match &result {
-            Ok(0) => None,
-            Ok(undropped) => Some(format!("replicas of {undropped} stripes wait to be dropped")),
-            Err(error) => error.kind().is_transient().then(|| error.to_string()),
+            _ if is_gone => None,
+            Err(error) if error.may_pass() => Some(error.to_string()),
+            _ if undropped == 0 => None,
+            _ => Some(format!("replicas of {undropped} stripes wait to be dropped")),
         };
         let waiting = why.map(|why| Waiting {
             failures: claim.failures.saturating_add(1),
@@ -389,14 +238,42 @@ impl Coordinator {
         Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
-    /// Answers with the number of stripes whose replicas are not all confirmed to be dropped.
-    async fn archive_claimed(&self, claim: &Claim, events: &Events) -> Result<u64, ArchiveError> {
-        let Claim { job, step, options, tenure, .. } = claim;
-        let (step, options) = (*step, *options);
-        let not_found = || ArchiveError::NotFound { job: job.clone(), step };
-        let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
-        let saved = found.and_then(|(checkpoint, _)| checkpoint.committed).ok_or_else(not_found)?;
-        let roots = shard_roots(&*self.catalogue, saved.save).await?;
+    async fn archive_claimed(&self, claim: &Claim, events: &Events) -> Ended {
+        let mut undropped = 0;
+        let save = match self.committed(claim).await {
+            Ok(Some(save)) => save,
+            Ok(None) => {
+                let (job, step) = (claim.job.clone(), claim.step);
+                let result = Err(ArchiveError::NotFound { job, step });
+                return Ended { result, undropped, is_gone: true };
+            }
+            Err(error) => return Ended { result: Err(error), undropped, is_gone: false },
+        };
+        let result = self.archive_save(save, claim, &mut undropped, events).await;
+        // Another save in its place is not what was asked for.
+        let is_gone = result.is_err()
+            && self.committed(claim).await.is_ok_and(|committed| committed != Some(save));
+        Ended { result, undropped, is_gone }
+    }
+
+    /// What is committed as the claimed step.
+    async fn committed(&self, claim: &Claim) -> Result<Option<SaveId>, ArchiveError> {
+        let key = checkpoint_key(&claim.job, claim.step);
+        let found = read::<Checkpoint>(&*self.catalogue, &key).await?;
+        Ok(found.and_then(|(checkpoint, _)| checkpoint.committed).map(|saved| saved.save))
+    }
+
+    /// Counts the stripes whose replicas are not all confirmed to be dropped.
+    async fn archive_save(
+        &self,
+        save: SaveId,
+        claim: &Claim,
+        undropped: &mut u64,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let Claim { options, tenure, .. } = claim;
+        let options = *options;
+        let roots = shard_roots(&*self.catalogue, save).await?;
         let parallel = match options.parallel {
             0 => DEFAULT_PARALLEL,
             some => usize::from(some).min(MAX_PARALLEL),
@@ -413,7 +290,7 @@ impl Coordinator {
             shards.push(shard);
         }
         let result = self.run_jobs(jobs, total_bytes, parallel, options, events).await;
-        let (mut stripes, mut undropped) = (0, 0);
+        let mut stripes = 0;
         for shard in &shards {
             if let Err(error) = shard.release(self).await {
                 tracing::info!(shard = %shard.root.name, %error, "its lease will end by itself");
@@ -421,13 +298,13 @@ impl Coordinator {
             for state in shard.states().await {
                 if let StripeState::Archived { dropped, .. } = state {
                     stripes += 1;
-                    undropped += u64::from(!dropped);
+                    *undropped += u64::from(!dropped);
                 }
             }
         }
         result?;
-        let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
-        Ok(undropped)
+        let _ = events.send(ArchiveEvent::Done { stripes, undropped: *undropped }).await;
+        Ok(())
     }
 
     async fn run_jobs(
@@ -454,7 +331,7 @@ impl Coordinator {
                     done_bytes += bytes;
                     let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
                 }
-                // Other stripes are independent: they are finished, and the first failure is reported.
+                // Other stripes are independent: they are finished, and the first failure is reported, before it one that may pass.
                 Err(error) => {
                     // All stripes of a shard that is lost to us end in one way.
                     let text = error.to_string();
@@ -462,7 +339,12 @@ impl Coordinator {
                         let _ = events.send(ArchiveEvent::Note(text.clone())).await;
                         told = text;
                     }
-                    first_error.get_or_insert(error);
+                    let is_first = first_error
+                        .as_ref()
+                        .is_none_or(|first: &ArchiveError| !first.may_pass() && error.may_pass());
+                    if is_first {
+                        first_error = Some(error);
+                    }
                 }
             }
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 
+use super::census::node_address;
 use super::failure::failure;
 use super::waits::{grown, look, renewal};
 use super::walk::Walk;
@@ -39,6 +40,8 @@ impl Node {
     pub(super) async fn hello(&self, call: Hello, peer: &Peer) -> Result<HelloAnswer, Failure> {
         if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
         {
+            // Who has noted an epoch without its home may know nobody else to ask.
+            self.remote.know([node_address(&node)]);
             let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
             if met.len() < MAX_MET || met.contains_key(&node.name) {
                 met.insert(node.name.clone(), node);

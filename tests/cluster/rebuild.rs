@@ -316,6 +316,26 @@ async fn what_was_superseded_and_is_not_whole_any_more_holds_up_no_rebuild() {
     world.assert_swept(&client).await;
 }
 
+/// The lost catalogue's daemon, on a new disk: it has heard of the later epoch from a node, and died before it heard where its home is.
+#[tokio::test(start_paused = true)]
+async fn who_knows_an_epoch_and_no_home_is_found_by_the_home() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    lose_catalogue(&mut world).await;
+    rebuild_on(&client, 3, false).await.unwrap();
+    world.replace(0);
+    world.boot(0);
+    let seen = world.nodes[&3].store();
+    world.nodes[&0].store().note_map(seen.epoch(), seen.map().unwrap()).unwrap();
+    world.kill(0).await;
+    world.boot(0);
+    tokio::time::sleep(3 * world.lease).await;
+    assert_eq!(world.nodes[&0].store().home(), None, "it was told after all");
+    assert_exact(&world.client_of(0), 1).await;
+    save(&world.client_of(0), 2, &[("weights", &content(LEN, 2))]).await;
+}
+
 /// The home looks at what a node holds that the rebuild was without, while a save is under way on it.
 #[tokio::test(start_paused = true)]
 async fn a_save_under_way_is_no_orphan_of_a_rebuild() {

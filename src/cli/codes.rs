@@ -41,7 +41,15 @@ pub fn run(front: &mut Front, command: CodeCommand) -> Outcome {
             }
         },
         CodeCommand::Search { shape, seed } => one(
-            search::mds(shape.n, shape.k, seed).map_err(failed)?,
+            search::mds(shape.n, shape.k, seed).map_err(|error| match error {
+                error @ CodeError::NotFound { n, k, .. } => {
+                    let next = seed.wrapping_add(1);
+                    let hint =
+                        format!("`rapidraid code search {n},{k} --seed {next}` tries another one");
+                    failed(error).with_hint(hint)
+                }
+                other => failed(other),
+            })?,
             &format!("found with seed {seed}"),
         ),
         CodeCommand::Certify { file } => {

@@ -217,7 +217,7 @@ pub enum CodeError {
         max: u64,
     },
     /// A search ended without a code.
-    #[error("no {what} found for ({n},{k}) in {tries} tries: try another seed or more tries")]
+    #[error("no {what} found for ({n},{k}) in {tries} tries: try another seed")]
     NotFound {
         /// What was searched.
         what: &'static str,

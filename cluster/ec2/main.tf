@@ -133,7 +133,7 @@ resource "local_file" "inventory" {
   filename        = var.inventory
   file_permission = "0644"
   content = templatefile("${path.module}/inventory.tftpl", {
-    key   = abspath(var.private_key)
+    key   = abspath(pathexpand(var.private_key))
     link  = "${var.instance_type}, one placement group of ${var.region}"
     hosts = aws_instance.host
   })

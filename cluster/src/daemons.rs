@@ -1,6 +1,5 @@
 //! The daemons of one cluster on its hosts, and the commands that its client runs.
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -8,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::experiment::Conditions;
+use crate::conditions::Conditions;
 use crate::hosts::{HostNo, Hosts};
 use crate::stop::{Stop, checked, own_group};
 
@@ -126,9 +125,8 @@ impl<'a> Daemons<'a> {
             // What an earlier daemon wrote there would be taken for this one's.
             self.on(node, "rm", &["-f", &format!("{folder}/log"), &format!("{folder}/pid")])?;
             let program = self.hosts.program();
-            let listen = listen(&self.hosts.address(node));
-            let mut words = vec!["-c", START, "sh", &folder, program];
-            words.extend(listen.iter().flat_map(|listen| ["--set", listen.as_str()]));
+            let listen = format!("listen={}", self.hosts.address(node));
+            let words = ["-c", START, "sh", &folder, program, "--set", &listen];
             let mut command = self.hosts.command(node, "sh", &words);
             forget_settings(&mut command);
             command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::inherit());
@@ -292,12 +290,6 @@ pub fn reading(text: &str) -> Option<Reading> {
     })
 }
 
-/// The setting with which a daemon listens only where others reach it. Of a name nobody knows here which of the host's
-/// addresses that is: its daemon listens on all.
-fn listen(address: &str) -> Option<String> {
-    address.parse::<SocketAddr>().ok().map(|address| format!("listen={address}"))
-}
-
 /// The most memory that a process has had, from its `/proc/PID/status`.
 pub fn peak_of(status: &str) -> Option<u64> {
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -341,12 +333,6 @@ mod tests {
         let alone = reading(&format!("{stat}\n{status}\n")).unwrap();
         assert_eq!((alone.sent_bytes, alone.cpu_s), (0, 1.75));
         assert_eq!(reading("cat: no such file"), None);
-    }
-
-    #[test]
-    fn a_daemon_listens_where_it_is_reached() {
-        assert_eq!(listen("10.0.0.1:7440").unwrap(), "listen=10.0.0.1:7440");
-        assert_eq!(listen("node-1.example:7440"), None);
     }
 
     #[test]

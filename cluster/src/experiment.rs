@@ -11,6 +11,7 @@ use rapidraid::units::ByteCount;
 use serde::{Deserialize, Serialize};
 
 use crate::arm::{Arm, Kind};
+use crate::conditions::{Conditions, Relayed, Stream};
 use crate::text::read_text;
 
 /// Files longer than this are no experiments.
@@ -96,7 +97,7 @@ pub struct Setting {
     /// The client's link; absent: not shaped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_rate_mbit: Option<u32>,
-    /// How many nodes, the first ones by name, have `slow_rate_mbit` instead.
+    /// How many nodes have `slow_rate_mbit` instead, drawn anew each round; behind a relay they are the first by name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_nodes: Option<u32>,
     /// The rate of slow nodes.
@@ -117,82 +118,6 @@ pub struct Setting {
     /// Seconds from one save to the next.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_s: Option<u32>,
-}
-
-/// Links through a relay: those of the first nodes by name.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Relayed {
-    /// Of how many nodes.
-    pub nodes: u32,
-    /// How late packets come, in each direction.
-    pub delay_ms: u32,
-    /// How many of a hundred are lost, in each direction.
-    pub loss_percent: f64,
-}
-
-/// Checkpoints one after the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stream {
-    /// How many.
-    pub saves: u32,
-    /// Seconds from one to the next.
-    pub every_s: u32,
-}
-
-/// The settings of one point, complete and checked.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Conditions {
-    /// The point's label.
-    pub label: String,
-    /// How often each arm is played.
-    #[serde(default)]
-    pub rounds: u32,
-    /// Storage nodes.
-    pub nodes: u32,
-    /// Pieces of a stripe.
-    pub n: u32,
-    /// Blocks of a stripe.
-    pub k: u32,
-    /// Bytes of a block.
-    pub block_bytes: u64,
-    /// Shards of a checkpoint.
-    pub shards: u32,
-    /// Bytes that the work of one daemon may take.
-    pub memory_bytes: u64,
-    /// Of every node, both directions.
-    pub rate_mbit: Option<u32>,
-    /// Of the client.
-    pub client_rate_mbit: Option<u32>,
-    /// How many nodes are slow.
-    pub slow_nodes: u32,
-    /// The rate of those.
-    pub slow_rate_mbit: Option<u32>,
-    /// The slow nodes' links, if they are late or lose packets.
-    #[serde(default)]
-    pub relayed: Option<Relayed>,
-    /// What finds out what a path carries; absent: the default.
-    #[serde(default)]
-    pub congestion: Option<String>,
-    /// A run is a stream of checkpoints.
-    #[serde(default)]
-    pub stream: Option<Stream>,
-}
-
-impl Conditions {
-    /// The same with links as they are. Slow nodes are refused before.
-    pub fn unshaped(self) -> Self {
-        Self { rate_mbit: None, client_rate_mbit: None, ..self }
-    }
-
-    /// Bytes of a checkpoint.
-    pub fn checkpoint_bytes(&self) -> u64 {
-        u64::from(self.shards) * u64::from(self.k) * self.block_bytes
-    }
-
-    /// The rate of node `at`, counted from 0.
-    pub fn rate_of(&self, at: u32) -> Option<u32> {
-        if at < self.slow_nodes { self.slow_rate_mbit.or(self.rate_mbit) } else { self.rate_mbit }
-    }
 }
 
 impl Setting {
@@ -335,6 +260,14 @@ impl Experiment {
             let is_archive = |arm: &Arm| matches!(arm.kind(), Kind::Archive(_));
             let is_transfer = |arm: &Arm| matches!(arm.kind(), Kind::Transfer(_));
             let label = &point.label;
+            let has_code =
+                rapidraid::code::table::find(conditions.n as usize, conditions.k as usize);
+            ensure!(
+                has_code.is_some() || self.arms.iter().all(is_transfer),
+                "at the point {label:?}: there is no chain code ({},{}); `rapidraid code list` shows which there are",
+                conditions.n,
+                conditions.k
+            );
             ensure!(
                 conditions.stream.is_none() || self.arms.iter().all(is_archive),
                 "at the point {label:?}: a stream of checkpoints is for arms that archive"
@@ -391,7 +324,8 @@ block = "256KiB"
         let points = experiment.conditions(false).unwrap();
         assert_eq!(points.iter().map(|p| p.block_bytes).collect::<Vec<_>>(), [1 << 20, 64 << 20]);
         assert_eq!((points[1].n, points[1].k, points[1].nodes), (16, 11, 16));
-        assert_eq!((points[1].rate_of(7), points[1].rate_of(8)), (Some(100), Some(200)));
+        assert_eq!(points[0].slow_in(0), [0; 0]);
+        assert_eq!(points[1].slow_in(0).len(), 8);
         assert_eq!((points[0].rounds, points[1].rounds), (15, 3));
         let short = Experiment::parse(FILE, true).unwrap().conditions(true).unwrap();
         assert!(short.iter().all(|p| p.block_bytes == 256 << 10 && p.rounds == 2));

@@ -3,6 +3,7 @@
 #![allow(clippy::disallowed_methods)] // a program of its own on the machine's own clock, files and processes
 
 mod arm;
+mod conditions;
 mod daemons;
 mod experiment;
 mod hops;
@@ -31,7 +32,9 @@ use clap::{Parser, Subcommand};
 
 use experiment::Experiment;
 use hosts::netns;
+use hosts::ssh::{self, Inventory};
 use record::Record;
+use work::WorkFolder;
 
 const HELP: &str = "\
 Examples:
@@ -70,8 +73,11 @@ enum Command {
     /// Links that deliver late and lose frames: what `run` starts for them
     #[command(hide = true)]
     Relay(relay::Relay),
-    /// Remove what runs that were killed have left on this machine
+    /// Remove what runs that were killed have left on this machine, or on those of an inventory
     Clean {
+        /// An inventory file: folders on its machines of runs of which no process is left there
+        #[arg(long, value_name = "INVENTORY", conflicts_with = "work")]
+        on: Option<PathBuf>,
         /// Where they had their folders [default: the system's folder for temporary files]
         #[arg(long)]
         work: Option<PathBuf>,
@@ -86,7 +92,8 @@ fn main() -> ExitCode {
         Command::Show { record } => show(record),
         Command::Pump(pump) => pump.run().and_then(|took| say(serde_json::to_string(&took)?)),
         Command::Relay(relay) => relay.run(),
-        Command::Clean { work } => clean(work.as_deref()),
+        Command::Clean { on: Some(inventory), .. } => clean_machines(inventory),
+        Command::Clean { on: None, work } => clean(work.as_deref()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -143,6 +150,17 @@ fn clean(work: Option<&Path>) -> Result<()> {
     say(format_args!("removed {removed} namespaces of runs that are no more"))?;
     ensure!(stay == 0, "{stay} folders stay: run it as their owner, with sudo for those of root");
     Ok(())
+}
+
+fn clean_machines(inventory: &Path) -> Result<()> {
+    let work = WorkFolder::create(&work_parent(None))?;
+    let stay = ssh::remove_leftovers(Inventory::read(inventory)?, work)?;
+    for (host, folders) in &stay {
+        say(format_args!(
+            "{host}: {folders} folders stay: processes of theirs run, or they are somebody else's"
+        ))?;
+    }
+    say("removed the folders of all other runs")
 }
 
 /// A line, or some, on stdout. A reader that has left, as `head` does, is no error.

@@ -7,7 +7,7 @@
 use serde::Serialize;
 
 use crate::arm::Arm;
-use crate::experiment::Conditions;
+use crate::conditions::Conditions;
 
 /// Of a datagram of 8,952 bytes: the short header with our connection ids and packet numbers (RFC 9000, 17.3), the stream
 /// frame's header (19.8) and the AEAD's tag (RFC 9001, 5.3).
@@ -74,7 +74,7 @@ mod tests {
     use rapidraid::planner::{Subject, best_star};
 
     use super::*;
-    use crate::experiment::Relayed;
+    use crate::conditions::Relayed;
 
     fn at(shards: u32, block_bytes: u64) -> Conditions {
         Conditions {

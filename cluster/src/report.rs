@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::arm::Arm;
-use crate::experiment::Conditions;
+use crate::conditions::Conditions;
 use crate::model::{self, Cost};
 use crate::numbers::{Spread, spread};
 use crate::record::{PointRecord, Record, RunRecord};

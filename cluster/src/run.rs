@@ -9,7 +9,8 @@ use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arm::Kind;
-use crate::experiment::{Conditions, Experiment};
+use crate::conditions::Conditions;
+use crate::experiment::Experiment;
 use crate::hosts::Hosts;
 use crate::hosts::loopback::Loopback;
 use crate::hosts::netns::{self, Namespaces};
@@ -153,7 +154,7 @@ impl Run {
         let bar = progress((rounds * experiment.arms.len()) as u64);
         for at in conditions {
             bar.set_message(format!("{}: starting {} daemons", at.label, at.nodes));
-            let (mut hosts, local) = self.bring_up(at)?;
+            let (hosts, local) = self.bring_up(at)?;
             record.links = hosts.describe();
             if !hosts.is_here() {
                 (record.program, record.machine) = first_host(&*hosts, stop)?;
@@ -170,7 +171,7 @@ impl Run {
                 record.points.push(point.clone());
                 record.write(part)
             };
-            play::point(&mut *hosts, &local, &experiment, at, stop, &mut told)
+            play::point(&*hosts, &local, &experiment, at, stop, &mut told)
                 .with_context(|| format!("at the point {:?}", at.label))?;
         }
         bar.finish_and_clear();
@@ -297,7 +298,7 @@ mod tests {
     fn an_inventory_has_hosts_for_every_point() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("inventory.toml");
-        let host = "[[host]]\nssh = \"h\"\naddress = \"h\"\n";
+        let host = "[[host]]\nssh = \"h\"\naddress = \"10.0.0.1\"\n";
         let write = |hosts: usize| {
             let text = format!("user = \"u\"\nfolder = \"/srv\"\n{}", host.repeat(hosts));
             std::fs::write(&file, text).unwrap();
@@ -312,9 +313,9 @@ mod tests {
     fn unshaped_conditions_have_no_rates() {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("experiments/one-shard.toml");
         let conditions = Experiment::read(&file, false).unwrap().conditions(false).unwrap();
-        assert!(conditions.iter().all(|at| at.rate_of(0).is_some()));
+        assert!(conditions.iter().all(|at| at.rate_mbit.is_some()));
         for at in conditions.into_iter().map(Conditions::unshaped) {
-            assert_eq!((at.rate_of(0), at.client_rate_mbit), (None, None));
+            assert_eq!((at.rates_in(0)[0], at.client_rate_mbit), (None, None));
         }
     }
 

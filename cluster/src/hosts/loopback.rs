@@ -1,6 +1,6 @@
 //! All hosts are this machine, each daemon on a port of its own: no root, no shaping. For a first look and for CI.
 
-use std::net::UdpSocket;
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 use std::process::Command;
 
@@ -22,7 +22,7 @@ impl Loopback {
     pub fn up(nodes: usize, program: String, work: WorkFolder) -> Result<Self> {
         // All are held until all are known, so that none comes twice.
         let sockets: std::io::Result<Vec<UdpSocket>> =
-            (0..nodes).map(|_| UdpSocket::bind(("127.0.0.1", 0))).collect();
+            (0..nodes).map(|_| UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))).collect();
         let sockets = sockets.context("cannot find free UDP ports")?;
         let ports: std::io::Result<Vec<u16>> =
             sockets.iter().map(|socket| socket.local_addr().map(|addr| addr.port())).collect();
@@ -35,8 +35,8 @@ impl Hosts for Loopback {
         self.ports.len()
     }
 
-    fn address(&self, node: HostNo) -> String {
-        format!("127.0.0.1:{}", self.ports[node])
+    fn address(&self, node: HostNo) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, self.ports[node]).into()
     }
 
     fn command(&self, _host: HostNo, program: &str, arguments: &[&str]) -> Command {
@@ -61,7 +61,7 @@ impl Hosts for Loopback {
         None
     }
 
-    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()> {
+    fn shape(&self, host: HostNo, rate: RateMbit) -> Result<()> {
         match rate {
             None => Ok(()),
             Some(rate) => bail!(

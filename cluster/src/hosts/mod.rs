@@ -7,6 +7,7 @@ pub mod loopback;
 pub mod netns;
 pub mod ssh;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -38,8 +39,8 @@ pub trait Hosts: Sync {
         true
     }
 
-    /// `HOST:PORT` under which node `node` is reached.
-    fn address(&self, node: HostNo) -> String;
+    /// Where node `node` is reached, and listens.
+    fn address(&self, node: HostNo) -> SocketAddr;
 
     /// `program` with `arguments` on a host. The command's streams are those of the program there.
     fn command(&self, host: HostNo, program: &str, arguments: &[&str]) -> Command;
@@ -67,8 +68,8 @@ pub trait Hosts: Sync {
     /// The network device whose counters are the host's link; `None`: hosts share one.
     fn device(&self, host: HostNo) -> Option<&str>;
 
-    /// Shapes a host's link.
-    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()>;
+    /// Shapes a host's link, also while daemons run.
+    fn shape(&self, host: HostNo, rate: RateMbit) -> Result<()>;
 
     /// How links are made, for the results.
     fn describe(&self) -> Value;

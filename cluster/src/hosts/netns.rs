@@ -6,6 +6,7 @@
 
 use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -13,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::{HostNo, Hosts, PORT, RateMbit, own_program};
-use crate::experiment::Relayed;
+use crate::conditions::Relayed;
 use crate::stop::own_group;
 use crate::work::{WorkFolder, is_running};
 
@@ -51,8 +52,9 @@ fn hub() -> String {
     format!("{}hub", prefix())
 }
 
-fn ip_of(host: HostNo) -> String {
-    format!("10.77.0.{}", host + 1)
+fn ip_of(host: HostNo) -> Ipv4Addr {
+    let [.., last] = (host as u32 + 1).to_be_bytes();
+    Ipv4Addr::new(10, 77, 0, last)
 }
 
 impl Namespaces {
@@ -203,8 +205,8 @@ impl Hosts for Namespaces {
         self.nodes
     }
 
-    fn address(&self, node: HostNo) -> String {
-        format!("{}:{PORT}", ip_of(node))
+    fn address(&self, node: HostNo) -> SocketAddr {
+        (ip_of(node), PORT).into()
     }
 
     fn command(&self, host: HostNo, program: &str, arguments: &[&str]) -> Command {
@@ -229,7 +231,7 @@ impl Hosts for Namespaces {
         Some(DEVICE)
     }
 
-    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()> {
+    fn shape(&self, host: HostNo, rate: RateMbit) -> Result<()> {
         let port = format!("v{host}");
         for (namespace, device) in [(namespace(host), DEVICE), (hub(), &port)] {
             match rate {

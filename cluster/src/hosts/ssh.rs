@@ -3,6 +3,7 @@
 //! One connection a host is kept open and shared, so that a command costs a round trip. Links are what they are: a file that
 //! asks for shaping is refused.
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -21,6 +22,12 @@ const CONNECT_S: u32 = 10;
 const SSH_FAILED: i32 = 255;
 /// Makes a run's folder, `$2`. Hosts of an inventory may be one machine: then it is there already, and ours.
 const MAKE_FOLDER: &str = r#"mkdir -p "$1" && { mkdir -m 700 "$2" || test -O "$2"; }"#;
+/// Removes folders of runs in `$1` that no process names in its command line; says how many stay. The name is spelt so that this
+/// script is none that has it.
+const REMOVE_LEFTOVERS: &str = r#"stay=0; for run in "$1"/[r]apidraid-cluster-*-*; do
+    test -d "$run" || continue
+    name=${run##*/r}; if pgrep -f "/[r]$name/" >/dev/null || ! rm -rf "$run"; then stay=$((stay + 1)); fi
+done; echo $stay"#;
 
 /// An inventory file.
 #[derive(Debug, Clone, Deserialize)]
@@ -52,8 +59,8 @@ pub struct Inventory {
 pub struct SshHost {
     /// Where ssh reaches it.
     pub ssh: String,
-    /// Where other hosts reach it. An IP address is one of the machine's own: its daemon listens there only.
-    pub address: String,
+    /// Where other hosts reach it: an address of the machine's own, on which alone its daemon listens.
+    pub address: IpAddr,
     /// Its ssh port.
     #[serde(default = "default_port")]
     pub port: u16,
@@ -86,14 +93,12 @@ impl Inventory {
         let text = read_text(path, MAX_FILE_BYTES)?;
         let inventory: Inventory =
             toml::from_str(&text).with_context(|| format!("{shown} is no inventory"))?;
-        for host in &inventory.hosts {
-            for name in [&host.ssh, &host.address] {
-                let plain = |c: char| c.is_ascii_alphanumeric() || ".-_:".contains(c);
-                ensure!(
-                    !name.is_empty() && !name.starts_with('-') && name.chars().all(plain),
-                    "{shown}: {name:?} is no host"
-                );
-            }
+        for SshHost { ssh, .. } in &inventory.hosts {
+            let plain = |c: char| c.is_ascii_alphanumeric() || ".-_:".contains(c);
+            ensure!(
+                !ssh.is_empty() && !ssh.starts_with('-') && ssh.chars().all(plain),
+                "{shown}: {ssh:?} is no host"
+            );
         }
         Ok(inventory)
     }
@@ -108,6 +113,29 @@ impl Inventory {
         );
         Ok(())
     }
+}
+
+/// Removes, on the hosts of an inventory, folders of runs of which no process is left; how many stay, with their host's name.
+pub fn remove_leftovers(inventory: Inventory, work: WorkFolder) -> Result<Vec<(String, u64)>> {
+    let sockets = work.path().join("ssh");
+    std::fs::create_dir_all(&sockets).context("cannot make a folder for ssh's sockets")?;
+    let (nodes, folder) = (inventory.hosts.len(), inventory.folder.clone());
+    // None of them has a folder of this run.
+    let machines = Machines { inventory, nodes, folder, sockets, reached: 0, _work: work };
+    let mut stay = Vec::new();
+    for (host, of) in machines.inventory.hosts.iter().enumerate() {
+        let folder = machines.folder_text();
+        let asked = machines.command(host, "sh", &["-c", REMOVE_LEFTOVERS, "sh", &folder]);
+        let asked = { asked }.stdin(Stdio::null()).output().context("cannot start ssh")?;
+        let said = String::from_utf8_lossy(&asked.stderr);
+        ensure!(asked.status.success(), "{} does not answer: {}", of.ssh, said.trim());
+        let count = String::from_utf8_lossy(&asked.stdout).trim().parse();
+        match count.with_context(|| format!("{} says no number", of.ssh))? {
+            0 => {}
+            some => stay.push((of.ssh.clone(), some)),
+        }
+    }
+    Ok(stay)
 }
 
 impl Machines {
@@ -206,8 +234,8 @@ impl Hosts for Machines {
         false
     }
 
-    fn address(&self, node: HostNo) -> String {
-        format!("{}:{PORT}", self.inventory.hosts[node].address)
+    fn address(&self, node: HostNo) -> SocketAddr {
+        SocketAddr::new(self.inventory.hosts[node].address, PORT)
     }
 
     fn command(&self, host: HostNo, program: &str, arguments: &[&str]) -> Command {
@@ -253,7 +281,7 @@ impl Hosts for Machines {
         self.inventory.device.as_deref()
     }
 
-    fn shape(&mut self, host: HostNo, rate: RateMbit) -> Result<()> {
+    fn shape(&self, host: HostNo, rate: RateMbit) -> Result<()> {
         match rate {
             None => Ok(()),
             Some(rate) => bail!(
@@ -353,6 +381,7 @@ mod tests {
         for (from, to, named) in [
             ("user", "usr", "usr"),
             ("ssh = \"10.0.0.1\"", "ssh = \"-oProxyCommand=x\"", "no host"),
+            ("address = \"10.0.0.1\"", "address = \"node-1\"", "IP address"),
         ] {
             std::fs::write(&file, text.replace(from, to)).unwrap();
             let error = Inventory::read(&file).unwrap_err();

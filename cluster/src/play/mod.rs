@@ -15,8 +15,9 @@ use rapidraid::entropy::{Entropy as _, SeededEntropy};
 use serde_json::Value;
 
 use crate::arm::{Arm, Kind};
+use crate::conditions::Conditions;
 use crate::daemons::{Daemons, Reading};
-use crate::experiment::{Conditions, Experiment};
+use crate::experiment::Experiment;
 use crate::hosts::Hosts;
 use crate::model;
 use crate::record::{PointRecord, RunRecord};
@@ -38,26 +39,23 @@ pub struct Stage<'a> {
     /// Whether whole commands are compared: beside peers, which say no more.
     pub is_whole: bool,
     next_step: u64,
+    round: u32,
 }
 
-/// Shapes the links, starts a cluster and plays all rounds; `told` has the point so far after every run.
+/// Starts a cluster, shapes its links and plays all rounds; `told` has the point so far after every run.
 pub fn point(
-    hosts: &mut dyn Hosts,
+    hosts: &dyn Hosts,
     local: &Path,
     experiment: &Experiment,
     at: &Conditions,
     stop: &Stop,
     told: &mut dyn FnMut(&PointRecord) -> Result<()>,
 ) -> Result<()> {
-    let client = hosts.nodes();
-    for node in 0..client {
-        hosts.shape(node, at.rate_of(node as u32))?;
-    }
-    hosts.shape(client, at.client_rate_mbit)?;
-    let daemons = Daemons::start(&*hosts, local, at, stop)?;
+    let daemons = Daemons::start(hosts, local, at, stop)?;
     let data = hosts.folder().join("data").to_string_lossy().into_owned();
     let is_whole = experiment.arms.contains(&Arm::SeaweedFs);
-    let mut stage = Stage { daemons, at: at.clone(), data, is_whole, next_step: 1 };
+    let mut stage = Stage { daemons, at: at.clone(), data, is_whole, next_step: 1, round: 0 };
+    stage.shape(0)?;
     let has = |wanted: fn(Kind) -> bool| experiment.arms.iter().any(|arm| wanted(arm.kind()));
     if has(|kind| !matches!(kind, Kind::Transfer(_))) {
         stage.make_data()?;
@@ -78,6 +76,7 @@ pub fn point(
         runs: Vec::new(),
     };
     for round in 0..at.rounds {
+        stage.shape(round)?;
         for turn in order(experiment.arms.len(), round) {
             stop.check()?;
             let arm = experiment.arms[turn];
@@ -130,10 +129,27 @@ impl Stage<'_> {
         Ok(())
     }
 
-    /// Saves the data under a new step; its name.
+    /// Gives all links the rates of a round.
+    fn shape(&mut self, round: u32) -> Result<()> {
+        self.round = round;
+        let hosts = self.daemons.hosts();
+        let nodes = self.at.rates_in(round).into_iter();
+        for (host, rate) in nodes.chain([self.at.client_rate_mbit]).enumerate() {
+            hosts.shape(host, rate)?;
+        }
+        Ok(())
+    }
+
+    /// Saves the data under a new step, over links as they are; its name. What is compared comes afterwards, over shaped ones.
     fn save(&mut self) -> Result<String> {
         let name = self.next_name();
+        if self.at.is_shaped() {
+            for host in 0..=self.daemons.hosts().nodes() {
+                self.daemons.hosts().shape(host, None)?;
+            }
+        }
         self.save_as(&name)?;
+        self.shape(self.round)?;
         Ok(name)
     }
 

@@ -165,8 +165,7 @@ fn in_run(command: &mut Command, stage: &Stage<'_>) {
 }
 
 fn ip(stage: &Stage<'_>, host: HostNo) -> String {
-    let address = stage.daemons.hosts().address(host);
-    address.rsplit_once(':').map_or(address.clone(), |(ip, _)| ip.to_owned())
+    stage.daemons.hosts().address(host).ip().to_string()
 }
 
 /// Plays one: upload, encode, and in the first round read it back.

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{MOVE_LIMIT, Meter, Stage};
 use crate::arm::Arm;
-use crate::experiment::Stream;
+use crate::conditions::Stream;
 use crate::numbers::spread;
 use crate::record::RunRecord;
 

@@ -1,5 +1,7 @@
 //! Transfers without daemons: one stream over one link, or the streams of a chain whose nodes code nothing.
 
+use std::net::SocketAddr;
+
 use anyhow::{Context, Result, ensure};
 
 use super::{MOVE_LIMIT, Meter, Stage};
@@ -14,11 +16,7 @@ const PORT: u16 = 7441;
 /// Plays one. The time is that of the slowest receiver; processor time is that of the processes that send and receive.
 pub fn run(stage: &mut Stage<'_>, arm: Arm, transfer: Transfer, round: u32) -> Result<RunRecord> {
     let hosts = stage.daemons.hosts();
-    let at = |node: usize| {
-        let address = hosts.address(node);
-        let host = address.rsplit_once(':').map_or(&*address, |(host, _)| host);
-        format!("{host}:{PORT}")
-    };
+    let at = |node: usize| SocketAddr::new(hosts.address(node).ip(), PORT).to_string();
     let (nodes, bytes) = match transfer.is_line {
         true => (stage.at.n as usize, stage.at.block_bytes * u64::from(stage.at.shards)),
         false => (2, stage.at.checkpoint_bytes()),

@@ -97,7 +97,7 @@ pub struct Setting {
     /// The client's link; absent: not shaped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_rate_mbit: Option<u32>,
-    /// How many nodes have `slow_rate_mbit` instead, drawn anew each round; behind a relay they are the first by name.
+    /// How many nodes have `slow_rate_mbit` instead, in each round the next ones by name; or are behind a relay, always the first.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_nodes: Option<u32>,
     /// The rate of slow nodes.
@@ -198,6 +198,10 @@ impl Setting {
             "slow_nodes goes together with slow_rate_mbit, slow_delay_ms or slow_loss_percent"
         );
         if let Some(relayed) = conditions.relayed {
+            ensure!(
+                self.slow_rate_mbit.is_none(),
+                "slow_rate_mbit: nodes behind a relay have the rate of all"
+            );
             ensure!(relayed.delay_ms <= 1000, "slow_delay_ms: expected at most 1000");
             let is_share = (0.0..=50.0).contains(&relayed.loss_percent);
             ensure!(is_share, "slow_loss_percent: expected 0 to 50");
@@ -348,8 +352,9 @@ block = "256KiB"
             ("block = \"64MiB\"", "nodes = 3", "nodes = 3"),
             ("block = \"64MiB\"", "saves = 3", "saves and every_s"),
             ("block = \"64MiB\"", "congestion = \"reno\"", "cubic or bbr"),
-            ("slow_nodes = 8", "slow_nodes = 8\nslow_delay_ms = 2000", "slow_delay_ms"),
-            ("slow_nodes = 8", "slow_nodes = 8\nslow_loss_percent = 60.0", "slow_loss_percent"),
+            ("slow_nodes = 8", "slow_nodes = 8\nslow_delay_ms = 20", "slow_rate_mbit"),
+            ("slow_rate_mbit = 100", "slow_delay_ms = 2000", "slow_delay_ms"),
+            ("slow_rate_mbit = 100", "slow_loss_percent = 60.0", "slow_loss_percent"),
             ("slow_nodes = 8", "slow_nodes = 8\nshards = 2", "one shard"),
             ("slow_nodes = 8", "slow_nodes = 8\nsaves = 2\nevery_s = 1", "arms that archive"),
         ] {

@@ -155,12 +155,13 @@ fn clean(work: Option<&Path>) -> Result<()> {
 fn clean_machines(inventory: &Path) -> Result<()> {
     let work = WorkFolder::create(&work_parent(None))?;
     let stay = ssh::remove_leftovers(Inventory::read(inventory)?, work)?;
-    for (host, folders) in &stay {
-        say(format_args!(
-            "{host}: {folders} folders stay: processes of theirs run, or they are somebody else's"
-        ))?;
-    }
-    say("removed the folders of all other runs")
+    say("removed the folders of runs of which no process is left")?;
+    ensure!(
+        stay.is_empty(),
+        "{}; folders stay while processes of theirs run, and when they are somebody else's",
+        stay.join("; ")
+    );
+    Ok(())
 }
 
 /// A line, or some, on stdout. A reader that has left, as `head` does, is no error.

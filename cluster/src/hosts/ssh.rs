@@ -22,11 +22,12 @@ const CONNECT_S: u32 = 10;
 const SSH_FAILED: i32 = 255;
 /// Makes a run's folder, `$2`. Hosts of an inventory may be one machine: then it is there already, and ours.
 const MAKE_FOLDER: &str = r#"mkdir -p "$1" && { mkdir -m 700 "$2" || test -O "$2"; }"#;
-/// Removes folders of runs in `$1` that no process names in its command line; says how many stay. The name is spelt so that this
-/// script is none that has it.
+/// Removes folders of runs in `$1` that no process names in its command line, as `pgrep` has found (1: none); says how many stay. The
+/// name is spelt so that this script is none that has it.
 const REMOVE_LEFTOVERS: &str = r#"stay=0; for run in "$1"/[r]apidraid-cluster-*-*; do
     test -d "$run" || continue
-    name=${run##*/r}; if pgrep -f "/[r]$name/" >/dev/null || ! rm -rf "$run"; then stay=$((stay + 1)); fi
+    name=${run##*/r}; pgrep -f "/[r]$name/" >/dev/null
+    if [ $? -ne 1 ] || ! rm -rf "$run"; then stay=$((stay + 1)); fi
 done; echo $stay"#;
 
 /// An inventory file.
@@ -115,8 +116,8 @@ impl Inventory {
     }
 }
 
-/// Removes, on the hosts of an inventory, folders of runs of which no process is left; how many stay, with their host's name.
-pub fn remove_leftovers(inventory: Inventory, work: WorkFolder) -> Result<Vec<(String, u64)>> {
+/// Removes, on the hosts of an inventory, folders of runs of which no process is left; what stays where, and which hosts do not answer.
+pub fn remove_leftovers(inventory: Inventory, work: WorkFolder) -> Result<Vec<String>> {
     let sockets = work.path().join("ssh");
     std::fs::create_dir_all(&sockets).context("cannot make a folder for ssh's sockets")?;
     let (nodes, folder) = (inventory.hosts.len(), inventory.folder.clone());
@@ -127,12 +128,11 @@ pub fn remove_leftovers(inventory: Inventory, work: WorkFolder) -> Result<Vec<(S
         let folder = machines.folder_text();
         let asked = machines.command(host, "sh", &["-c", REMOVE_LEFTOVERS, "sh", &folder]);
         let asked = { asked }.stdin(Stdio::null()).output().context("cannot start ssh")?;
-        let said = String::from_utf8_lossy(&asked.stderr);
-        ensure!(asked.status.success(), "{} does not answer: {}", of.ssh, said.trim());
-        let count = String::from_utf8_lossy(&asked.stdout).trim().parse();
-        match count.with_context(|| format!("{} says no number", of.ssh))? {
-            0 => {}
-            some => stay.push((of.ssh.clone(), some)),
+        let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+        match said(&asked.stdout).parse() {
+            Ok(0) => {}
+            Ok(1u64..) => stay.push(format!("{}: {} folders stay", of.ssh, said(&asked.stdout))),
+            Err(_) => stay.push(format!("{} does not answer: {}", of.ssh, said(&asked.stderr))),
         }
     }
     Ok(stay)
@@ -365,6 +365,24 @@ mod tests {
         // As for a second host on the same machine.
         assert!(make(&at("a/b"), &at("a/b/run")));
         assert!(!make(&at("a"), "/proc/run"));
+    }
+
+    #[test]
+    fn folders_go_when_no_process_names_them() {
+        let parent = tempfile::tempdir().unwrap();
+        let at = |name: &str| parent.path().join(name);
+        let names = ["rapidraid-cluster-1-aa", "rapidraid-cluster-2-bb", "others"];
+        names.iter().for_each(|name| std::fs::create_dir(at(name)).unwrap());
+        let mut process = Command::new("sh");
+        process.args(["-c", "read _", "sh"]).arg(at(names[0]).join("node")).stdin(Stdio::piped());
+        let mut process = process.spawn().unwrap();
+        let mut script = Command::new("sh");
+        script.args(["-c", REMOVE_LEFTOVERS, "sh"]).arg(parent.path());
+        let output = script.output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "1\n", "{output:?}");
+        assert_eq!(names.map(|name| at(name).exists()), [true, false, true]);
+        drop(process.stdin.take());
+        process.wait().unwrap();
     }
 
     #[test]

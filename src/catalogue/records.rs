@@ -81,30 +81,19 @@ pub struct Archiving {
     pub node: NodeId,
     /// Its lease; also that of the shards it owns.
     pub lease: LeaseId,
-    /// What was asked for.
+    /// What is to be archived; another save of the step is not.
+    pub save: SaveId,
+    /// How.
     pub options: ArchiveOptions,
-    /// That it has failed and waits; `None` while somebody is at it, and also when he died at it.
-    pub waiting: Option<Waiting>,
-}
-
-/// An archiving that cannot go on now.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Waiting {
     /// Failures in a row.
     pub failures: u32,
-    /// The last one, in words; at most [`MAX_WHY_CHARS`].
-    pub why: String,
+    /// That it waits since the last of these, and its reason in at most [`MAX_WHY_CHARS`]; `None` while somebody is at it, and also when
+    /// he died at it.
+    pub waiting: Option<String>,
 }
 
 /// The longest reason in a record, in characters: with it the record stays far below the longest value.
 pub const MAX_WHY_CHARS: usize = 500;
-
-impl Archiving {
-    /// How often in a row it failed.
-    pub fn failures(&self) -> u32 {
-        self.waiting.as_ref().map_or(0, |waiting| waiting.failures)
-    }
-}
 
 impl Record for Archiving {
     const KIND: RecordKind = RecordKind::Archiving;

@@ -176,7 +176,9 @@ impl Node {
             let earlier = met.get(&key).filter(|met| met.revision == revision);
             let at = earlier.map_or(now, |met| met.at);
             now_met.insert(key, Met { revision, at });
-            if now < at.saturating_add(grown(self.settings.lease, archiving.failures())) {
+            // Who died at it is no failure.
+            let failures = archiving.waiting.as_ref().map_or(0, |_| archiving.failures);
+            if now < at.saturating_add(grown(self.settings.lease, failures)) {
                 continue;
             }
             let Ok(slot) = slots.clone().try_acquire_owned() else { continue };

@@ -15,7 +15,7 @@ use super::gateway::Unpublished;
 use super::waits::Waits;
 use super::walk::Walk;
 use crate::catalogue::records::{
-    ARCHIVINGS, Archiving, CHECKPOINTS, Waiting, checkpoint_key, parse, parse_archiving_key,
+    ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
     parse_checkpoint_key, read, roots_prefix, state_key,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
@@ -30,7 +30,7 @@ use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 
 /// Steps retired in one round.
 const RETIRED_AT_ONCE: usize = 8;
-/// While so many archivings are under way, the policy begins none. Those that wait for nodes hold up nothing.
+/// While so many archivings are tried for the first time, the policy begins none. Those that have failed hold up nothing.
 const MAX_WISHES: usize = 4;
 /// Steps whose shards are looked at in one round.
 const LOOKED_AT_ONCE: usize = 256;
@@ -74,7 +74,7 @@ impl Desk {
 }
 
 /// An archiving that is asked for.
-type Wish = (Job, Step, Option<Waiting>);
+type Wish = (Job, Step, Archiving);
 
 /// One round, as far as it has come.
 #[derive(Default)]
@@ -112,7 +112,7 @@ impl Node {
         memory.archived = std::mem::take(&mut round.still_archived);
         memory.cursor = round.stopped_at.take();
         if memory.archiving.as_ref().is_none_or(JoinHandle::is_finished)
-            && wishes.iter().filter(|(_, _, waiting)| waiting.is_none()).count() < MAX_WISHES
+            && wishes.iter().filter(|(_, _, wish)| wish.failures == 0).count() < MAX_WISHES
             && wishes.len() < MAX_PAGE as usize
             && let Some((job, step, save)) = round.next.take()
         {
@@ -262,8 +262,8 @@ impl Node {
         let mut waiting: Vec<PolicyWait> =
             desk.waits.views().filter(|wait| !is_asked(wait)).collect();
         waiting.extend(self.removals().views());
-        waiting.extend(wishes.iter().filter_map(|(job, step, waiting)| {
-            let Waiting { failures, why } = waiting.clone()?;
+        waiting.extend(wishes.iter().filter_map(|(job, step, wish)| {
+            let (failures, why) = (wish.failures, wish.waiting.clone()?);
             Some(PolicyWait { job: job.clone(), step: *step, failures, why })
         }));
         waiting.sort_by(|a, b| (&a.job, a.step).cmp(&(&b.job, b.step)));
@@ -301,7 +301,7 @@ async fn wishes(catalogue: &dyn Catalogue) -> Result<Vec<Wish>, Failure> {
     for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
         let archiving: Archiving = parse(&key, &entry.value)?;
         if let Some((job, step)) = parse_archiving_key(&key) {
-            wishes.push((job, step, archiving.waiting));
+            wishes.push((job, step, archiving));
         }
     }
     Ok(wishes)

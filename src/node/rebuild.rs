@@ -256,7 +256,7 @@ impl Node {
         committed: Committed,
         answer: &mut RebuildAnswer,
     ) -> Result<(), Failure> {
-        let Committed { job, step, shards, .. } = committed;
+        let Committed { job, step, saved, shards } = committed;
         let mut unfinished = None;
         for shard in shards {
             let root = &shard.root;
@@ -272,7 +272,9 @@ impl Node {
             let wish = Archiving {
                 node: self.id,
                 lease: LeaseId(self.entropy.id()),
+                save: saved.save,
                 options: options_for(code),
+                failures: 0,
                 waiting: None,
             };
             map.put(&archiving_key(&job, step), &wish.to_bytes()?)?;

@@ -18,7 +18,7 @@ use crate::catalogue::records::{
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
-use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
+use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::address;
 use crate::pipeline::archive::shard_roots;
@@ -61,7 +61,7 @@ impl Node {
             // What the step was before goes first: without tombstones its marks would speak for the step when the newer save's are gone.
             for older in self.removed_before(job, step, entry).await? {
                 self.unpublish(job, step, older.save, older.reason).await?;
-                self.bury(&what, &older).await?;
+                self.entomb(&what, &older).await?;
             }
         }
         let answer = self.bury(&what, entry).await?;
@@ -95,6 +95,18 @@ impl Node {
 
     /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
     async fn bury(&self, what: &str, entry: &Removing) -> Result<RemoveAnswer, Failure> {
+        let (directory, marked) = self.entomb(what, entry).await?;
+        let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
+        let waiting = without(&directory, &swept);
+        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
+    }
+
+    /// Fences the shards and writes tombstones, on enough nodes; answers with the nodes that have one.
+    async fn entomb(
+        &self,
+        what: &str,
+        entry: &Removing,
+    ) -> Result<(Directory, Vec<NodeId>), Failure> {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
@@ -108,14 +120,9 @@ impl Node {
             reason: entry.reason,
         };
         let directory = Directory::new(catalogue.nodes().await?);
-        let nodes = directory.storage();
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
-        let marked = self.ask_all(&directory, &nodes, &call).await;
-        let without = |done: &[NodeId]| {
-            let missing = nodes.iter().filter(|node| !done.contains(node));
-            missing.filter_map(|&node| directory.peer_name(node)).collect::<Vec<_>>()
-        };
-        let missed = without(&marked);
+        let marked = self.ask_all(&directory, &directory.storage(), &call).await;
+        let missed = without(&directory, &marked);
         // Tombstones must be where a later rebuild finds one before it finds a mark.
         let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
         let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
@@ -130,8 +137,7 @@ impl Node {
             );
             return Err(failure(Kind::Unavailable, text));
         }
-        let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
-        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting: without(&swept) })
+        Ok((directory, marked))
     }
 
     /// Those of `nodes` that did as `call` says.
@@ -230,6 +236,12 @@ impl Node {
             }
         });
     }
+}
+
+/// The storage nodes that are not `done`.
+fn without(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
+    let missing = directory.storage().into_iter().filter(|node| !done.contains(node));
+    missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
 /// Saves that somebody here is at.

@@ -332,6 +332,25 @@ async fn a_step_that_is_replaced_in_mid_archiving_stays_replicated() {
     assert!(ended > 0, "none was in the middle");
 }
 
+/// An archiving that waits is of the save that it was asked for, not of the step.
+#[tokio::test(start_paused = true)]
+async fn what_replaces_a_step_whose_archiving_waits_stays_replicated() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    world.kill(6).await;
+    let report = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+    assert!(report.undropped > 0, "{report:?}");
+    let newer = vec![shard("weights", &content(9, 2))];
+    client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+    assert_eq!(world.catalogue_keys("a/").len(), 1);
+    world.boot(6);
+    world.until("the wish gone", || world.catalogue_keys("a/").is_empty()).await;
+    let held = world.assert_invariant(&client, 1).await;
+    assert_eq!((held.replicas, held.archived), (2, 0), "{held:?}");
+    world.assert_idle().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_watcher_may_go() {
     let world = World::start(4, &[(4, 2)], BLOCK).await;

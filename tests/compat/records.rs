@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rapidraid::catalogue::records::{Archiving, Waiting};
+use rapidraid::catalogue::records::Archiving;
 use rapidraid::code::CodeId;
 use rapidraid::format::FormatError;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
@@ -150,10 +150,10 @@ fn receipt() -> Receipt {
     Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
 }
 
-fn archiving(waiting: Option<Waiting>) -> Archiving {
+fn archiving(failures: u32, waiting: Option<String>) -> Archiving {
     let (plan, codec) = (PlanChoice::StripedStar, Codec::ReedSolomonErasure);
     let options = ArchiveOptions { plan, codec, parallel: 300 };
-    Archiving { node: node_id("node-1"), lease: LEASE, options, waiting }
+    Archiving { node: node_id("node-1"), lease: LEASE, save: SAVE, options, failures, waiting }
 }
 
 fn record<R: Record + PartialEq + 'static>(name: &str, value: R) -> Case {
@@ -261,11 +261,8 @@ pub fn cases() -> Vec<Case> {
         record("removing", Removing { save: SAVE, generation, reason }),
         record("members", Members { nodes: vec![node("node-1"), node("node-2")] }),
         record("leaves", Leaves { root: root(), hashes: leaves_of_root() }),
-        record("archiving", archiving(None)),
-        record(
-            "archiving that waits",
-            archiving(Some(Waiting { failures: 300, why: "node-3 is away".into() })),
-        ),
+        record("archiving", archiving(0, None)),
+        record("archiving that waits", archiving(300, Some("node-3 is away".into()))),
         record("checkpoint, retired", retired),
         folder_record("graves", GRAVES),
         folder_record("heard revision", "heard"),

@@ -166,9 +166,11 @@ impl ArchiveError {
         }
     }
 
-    /// Whether it may go on later as it is: nodes come back, another owner ends, a newer epoch is heard, a disk works again.
+    /// Whether it may go on later as it is: nodes come back, another owner ends, a newer epoch is heard, a disk works again, others make
+    /// the pieces.
     pub(super) fn may_pass(&self) -> bool {
         let kind = self.kind();
-        kind.is_transient() || matches!(kind, Kind::Exists | Kind::Fenced | Kind::Io)
+        kind.is_transient()
+            || matches!(kind, Kind::Exists | Kind::Fenced | Kind::Io | Kind::Corrupt)
     }
 }

@@ -18,8 +18,8 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::catalogue::records::{
-    Archiving, MAX_WHY_CHARS, Waiting, Written, archiving_key, checkpoint_key, parse, read,
-    roots_prefix, write,
+    Archiving, MAX_WHY_CHARS, Written, archiving_key, checkpoint_key, parse, read, roots_prefix,
+    write,
 };
 use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
@@ -88,8 +88,9 @@ struct Claim {
     key: String,
     job: Job,
     step: Step,
+    save: SaveId,
     options: ArchiveOptions,
-    /// How often it failed before.
+    /// How often in a row it failed before.
     failures: u32,
     tenure: Tenure,
 }
@@ -97,27 +98,31 @@ struct Claim {
 impl Claim {
     async fn begin(
         coordinator: &Coordinator,
-        job: &Job,
-        step: Step,
+        (job, step, save): (&Job, Step, SaveId),
         options: ArchiveOptions,
     ) -> Result<Self, CatalogueError> {
         let (key, tenure) = (archiving_key(job, step), Tenure::begin(coordinator).await?);
-        Ok(Self { key, job: job.clone(), step, options, failures: 0, tenure })
+        Ok(Self { key, job: job.clone(), step, save, options, failures: 0, tenure })
     }
 
     /// What the catalogue has while `node` is at it.
     fn record(&self, node: NodeId) -> Archiving {
-        Archiving { node, lease: self.tenure.lease, options: self.options, waiting: None }
+        let &Self { save, options, failures, .. } = self;
+        Archiving { node, lease: self.tenure.lease, save, options, failures, waiting: None }
+    }
+
+    fn not_found(&self) -> ArchiveError {
+        ArchiveError::NotFound { job: self.job.clone(), step: self.step }
     }
 }
 
-/// How an archiving ended.
-struct Ended {
-    result: Result<(), ArchiveError>,
+/// What an archiving leaves to be done later.
+#[derive(Default)]
+struct Left {
     /// Stripes whose replicas are not all confirmed to be dropped.
     undropped: u64,
-    /// The save is not committed any more.
-    is_gone: bool,
+    /// Something failed that may go on later.
+    may_pass: bool,
 }
 
 /// What an archiving has to say while it runs. Lost when nobody listens; the work goes on.
@@ -157,7 +162,9 @@ impl Coordinator {
         options: ArchiveOptions,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let claim = self.claim(job, step, options).await?;
+        let save = self.committed(job, step).await?;
+        let save = save.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
+        let claim = self.claim((job, step, save), options).await?;
         self.carry_out(&claim, events).await
     }
 
@@ -169,8 +176,8 @@ impl Coordinator {
         (found, revision): (Archiving, u64),
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let mut claim = Claim::begin(self, job, step, found.options).await?;
-        claim.failures = found.failures();
+        let mut claim = Claim::begin(self, (job, step, found.save), found.options).await?;
+        claim.failures = found.failures;
         about_to(Stage::Wish, format_args!("{job}/{step}"));
         match write(&*self.catalogue, &claim.key, Some(revision), &claim.record(self.me)).await? {
             Written::Set(_) => self.carry_out(&claim, events).await,
@@ -180,17 +187,15 @@ impl Coordinator {
 
     /// Archives what is claimed, and ends the claim or leaves it to wait.
     async fn carry_out(&self, claim: &Claim, events: &Events) -> Result<(), ArchiveError> {
-        let Ended { result, undropped, is_gone } = self.archive_claimed(claim, events).await;
-        let why = match &result {
-            _ if is_gone => None,
-            Err(error) if error.may_pass() => Some(error.to_string()),
-            _ if undropped == 0 => None,
-            _ => Some(format!("replicas of {undropped} stripes wait to be dropped")),
-        };
-        let waiting = why.map(|why| Waiting {
-            failures: claim.failures.saturating_add(1),
-            why: why.chars().take(MAX_WHY_CHARS).collect(),
-        });
+        let mut left = Left::default();
+        let result = self.archive_claimed(claim, &mut left, events).await;
+        let mut why: Vec<String> =
+            result.as_ref().err().map(ToString::to_string).into_iter().collect();
+        if left.undropped > 0 {
+            why.push(format!("replicas of {} stripes wait to be dropped", left.undropped));
+        }
+        let goes_on = left.may_pass || left.undropped > 0;
+        let waiting = goes_on.then(|| why.join("; ").chars().take(MAX_WHY_CHARS).collect());
         // Where this fails, the lease ends by itself, and the record stands as if its coordinator had died.
         let ended = self.unclaim(claim, waiting).await;
         result.and(ended)
@@ -199,22 +204,21 @@ impl Coordinator {
     /// Records the archiving, or takes over one whose coordinator is gone.
     async fn claim(
         &self,
-        job: &Job,
-        step: Step,
+        of: (&Job, Step, SaveId),
         options: ArchiveOptions,
     ) -> Result<Claim, ArchiveError> {
-        let mut claim = Claim::begin(self, job, step, options).await?;
+        let mut claim = Claim::begin(self, of, options).await?;
         let mut current = read::<Archiving>(&*self.catalogue, &claim.key).await?;
         loop {
             if let Some((other, _)) = &current
                 && self.catalogue.lease_touch(other.lease, false).await?
             {
                 let owner = self.directory().await?.name(other.node);
-                return Err(ArchiveError::Owned { what: format!("{job}/{step}"), owner });
+                return Err(ArchiveError::Owned { what: format!("{}/{}", of.0, of.1), owner });
             }
-            claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures());
+            claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures);
             let revision = current.map(|(_, revision)| revision);
-            about_to(Stage::Wish, format_args!("{job}/{step}"));
+            about_to(Stage::Wish, format_args!("{}/{}", of.0, of.1));
             match write(&*self.catalogue, &claim.key, revision, &claim.record(self.me)).await? {
                 Written::Set(_) => return Ok(claim),
                 Written::Other(other) => current = other,
@@ -223,14 +227,15 @@ impl Coordinator {
     }
 
     /// Ends the claim, or leaves it for whoever tries again, and gives the lease back.
-    async fn unclaim(&self, claim: &Claim, waiting: Option<Waiting>) -> Result<(), ArchiveError> {
+    async fn unclaim(&self, claim: &Claim, waiting: Option<String>) -> Result<(), ArchiveError> {
         let Claim { key, job, step, tenure, .. } = claim;
         about_to(Stage::Done, format_args!("{job}/{step}"));
         if let Some((found, revision)) = read::<Archiving>(&*self.catalogue, key).await?
             && found.lease == tenure.lease
         {
             // Somebody who took over meanwhile keeps it.
-            let left = waiting.map(|waiting| Archiving { waiting: Some(waiting), ..found });
+            let failures = claim.failures.saturating_add(1);
+            let left = waiting.map(|why| Archiving { failures, waiting: Some(why), ..found });
             let left = left.map(|left| left.to_bytes()).transpose();
             let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
             self.catalogue.set(key, Some(revision), left).await?;
@@ -238,41 +243,43 @@ impl Coordinator {
         Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
-    async fn archive_claimed(&self, claim: &Claim, events: &Events) -> Ended {
-        let mut undropped = 0;
-        let save = match self.committed(claim).await {
-            Ok(Some(save)) => save,
-            Ok(None) => {
-                let (job, step) = (claim.job.clone(), claim.step);
-                let result = Err(ArchiveError::NotFound { job, step });
-                return Ended { result, undropped, is_gone: true };
-            }
-            Err(error) => return Ended { result: Err(error), undropped, is_gone: false },
+    async fn archive_claimed(
+        &self,
+        claim: &Claim,
+        left: &mut Left,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let result = match self.is_wanted(claim).await {
+            Ok(true) => self.archive_save(claim, left, events).await,
+            Ok(false) => return Err(claim.not_found()),
+            Err(error) => Err(error),
         };
-        let result = self.archive_save(save, claim, &mut undropped, events).await;
-        // Another save in its place is not what was asked for.
-        let is_gone = result.is_err()
-            && self.committed(claim).await.is_ok_and(|committed| committed != Some(save));
-        Ended { result, undropped, is_gone }
+        left.may_pass |= result.as_ref().is_err_and(ArchiveError::may_pass);
+        if result.is_err() && self.is_wanted(claim).await.is_ok_and(|wanted| !wanted) {
+            // Another save in its place is not what was asked for.
+            *left = Left::default();
+        }
+        result
     }
 
-    /// What is committed as the claimed step.
-    async fn committed(&self, claim: &Claim) -> Result<Option<SaveId>, ArchiveError> {
-        let key = checkpoint_key(&claim.job, claim.step);
-        let found = read::<Checkpoint>(&*self.catalogue, &key).await?;
+    /// Whether what is claimed is what is committed.
+    async fn is_wanted(&self, claim: &Claim) -> Result<bool, ArchiveError> {
+        Ok(self.committed(&claim.job, claim.step).await? == Some(claim.save))
+    }
+
+    /// What is committed as a step.
+    async fn committed(&self, job: &Job, step: Step) -> Result<Option<SaveId>, ArchiveError> {
+        let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
         Ok(found.and_then(|(checkpoint, _)| checkpoint.committed).map(|saved| saved.save))
     }
 
-    /// Counts the stripes whose replicas are not all confirmed to be dropped.
     async fn archive_save(
         &self,
-        save: SaveId,
         claim: &Claim,
-        undropped: &mut u64,
+        left: &mut Left,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let Claim { options, tenure, .. } = claim;
-        let options = *options;
+        let &Claim { save, options, ref tenure, .. } = claim;
         let roots = shard_roots(&*self.catalogue, save).await?;
         let parallel = match options.parallel {
             0 => DEFAULT_PARALLEL,
@@ -289,7 +296,7 @@ impl Coordinator {
             }
             shards.push(shard);
         }
-        let result = self.run_jobs(jobs, total_bytes, parallel, options, events).await;
+        let result = self.run_jobs(jobs, (total_bytes, parallel), options, left, events).await;
         let mut stripes = 0;
         for shard in &shards {
             if let Err(error) = shard.release(self).await {
@@ -298,21 +305,22 @@ impl Coordinator {
             for state in shard.states().await {
                 if let StripeState::Archived { dropped, .. } = state {
                     stripes += 1;
-                    *undropped += u64::from(!dropped);
+                    left.undropped += u64::from(!dropped);
                 }
             }
         }
         result?;
-        let _ = events.send(ArchiveEvent::Done { stripes, undropped: *undropped }).await;
+        let undropped = left.undropped;
+        let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
         Ok(())
     }
 
     async fn run_jobs(
         &self,
         jobs: Vec<(Arc<OwnedShard>, u32)>,
-        total_bytes: u64,
-        parallel: usize,
+        (total_bytes, parallel): (u64, usize),
         options: ArchiveOptions,
+        left: &mut Left,
         events: &Events,
     ) -> Result<(), ArchiveError> {
         let mut done_bytes = 0;
@@ -331,7 +339,7 @@ impl Coordinator {
                     done_bytes += bytes;
                     let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
                 }
-                // Other stripes are independent: they are finished, and the first failure is reported, before it one that may pass.
+                // Other stripes are independent: they are finished, and the first failure is reported.
                 Err(error) => {
                     // All stripes of a shard that is lost to us end in one way.
                     let text = error.to_string();
@@ -339,12 +347,8 @@ impl Coordinator {
                         let _ = events.send(ArchiveEvent::Note(text.clone())).await;
                         told = text;
                     }
-                    let is_first = first_error
-                        .as_ref()
-                        .is_none_or(|first: &ArchiveError| !first.may_pass() && error.may_pass());
-                    if is_first {
-                        first_error = Some(error);
-                    }
+                    left.may_pass |= error.may_pass();
+                    first_error.get_or_insert(error);
                 }
             }
         }

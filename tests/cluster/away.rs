@@ -15,8 +15,8 @@ use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::raw::{block_call, finish_block};
 use crate::world::{
-    CLUSTER, DISK_BYTES, World, address, content, job, options, quiet, read_file, restore,
-    restore_error, save, shard,
+    CLUSTER, DISK_BYTES, World, address, content, job, options, quiet, read_file, replace_and_die,
+    restore, restore_error, save, shard,
 };
 
 const BLOCK: u64 = 64 << 10;
@@ -164,12 +164,7 @@ async fn a_home_that_changes_nothing_is_asked_all_the_same() {
 #[tokio::test(start_paused = true)]
 async fn what_a_removed_step_was_before_does_not_come_back() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    let client = world.client_of(1);
-    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let replaced = vec![shard("weights", &content(LEN, 2))];
-    client.save(&job(), Step(1), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
-    // The gateway dies before it has buried what was replaced.
-    world.kill(1).await;
+    replace_and_die(&mut world, LEN).await;
     let client = world.client_of(2);
     client.remove(&job(), Step(1)).await.unwrap();
     world.kill(0).await;

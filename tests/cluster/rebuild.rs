@@ -12,7 +12,8 @@ use rapidraid::wire::calls::{Keep, PlanChoice, RebuildAnswer};
 
 use crate::world::raw::block_call;
 use crate::world::{
-    World, address, content, job, options, quiet, read_file, restore, restore_error, save, shard,
+    World, address, content, job, options, quiet, read_file, replace_and_die, restore,
+    restore_error, save, shard,
 };
 
 const BLOCK: u64 = 64 << 10;
@@ -267,12 +268,7 @@ async fn what_a_node_that_missed_the_rebuild_holds_of_removed_saves_goes_when_it
 #[tokio::test(start_paused = true)]
 async fn what_a_step_was_before_a_rebuild_goes_before_the_step() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    let client = world.client_of(1);
-    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let replaced = vec![shard("weights", &content(LEN, 2))];
-    client.save(&job(), Step(1), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
-    // The gateway dies before it has buried what was replaced.
-    world.kill(1).await;
+    replace_and_die(&mut world, LEN).await;
     lose_catalogue(&mut world).await;
     let client = world.client_of(2);
     let report = rebuild_on(&client, 3, false).await.unwrap();

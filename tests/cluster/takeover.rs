@@ -37,6 +37,20 @@ fn archiving(
     (told, task)
 }
 
+/// Step 1 is saved, and its archiving, by node 2, has said `point` things and one.
+async fn archiving_at(
+    world: &World,
+    client: &Client,
+    point: usize,
+) -> tokio::task::JoinHandle<Result<u64, rapidraid::client::ClientError>> {
+    save(client, 1, &[("weights", &content(LEN, 1))]).await;
+    let (mut told, task) = archiving(world.client_of(2));
+    for _ in 0..=point {
+        told.recv().await.unwrap();
+    }
+    task
+}
+
 async fn assert_exact(client: &Client, seed: u64) {
     let (out, _) = restore(client, 1).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, seed));
@@ -294,11 +308,7 @@ async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
     for point in 0..6 {
         let world = World::start(4, &[(4, 2)], BLOCK).await;
         let client = world.client();
-        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-        let (mut told, task) = archiving(world.client_of(2));
-        for _ in 0..=point {
-            told.recv().await.unwrap();
-        }
+        let task = archiving_at(&world, &client, point).await;
         client.remove(&job(), Step(1)).await.unwrap();
         let ended = task.await.unwrap();
         let kind = ended.unwrap_err().kind();
@@ -315,11 +325,7 @@ async fn a_step_that_is_replaced_in_mid_archiving_stays_replicated() {
     for point in 0..6 {
         let world = World::start(4, &[(4, 2)], BLOCK).await;
         let client = world.client();
-        save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-        let (mut told, task) = archiving(world.client_of(2));
-        for _ in 0..=point {
-            told.recv().await.unwrap();
-        }
+        let task = archiving_at(&world, &client, point).await;
         let newer = vec![shard("weights", &content(9, 2))];
         client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
         ended += u32::from(task.await.unwrap().is_err());

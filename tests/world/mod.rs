@@ -403,6 +403,15 @@ pub fn shard(name: &str, bytes: &Bytes) -> NewShard {
     NewShard { name: name.parse().unwrap(), source: Arc::new(bytes.clone()) }
 }
 
+/// Step 1 is saved, and replaced through node 1, which dies before it has buried what the step was.
+pub async fn replace_and_die(world: &mut World, len: usize) {
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(len, 1))]).await;
+    let newer = vec![shard("weights", &content(len, 2))];
+    client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+    world.kill(1).await;
+}
+
 pub async fn save(client: &Client, step: u64, shards: &[(&str, &Bytes)]) {
     let shards = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
     client.save(&job(), Step(step), shards, SaveOptions::default(), quiet()).await.unwrap();

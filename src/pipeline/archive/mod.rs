@@ -110,10 +110,6 @@ impl Claim {
         let &Self { save, options, failures, .. } = self;
         Archiving { node, lease: self.tenure.lease, save, options, failures, waiting: None }
     }
-
-    fn not_found(&self) -> ArchiveError {
-        ArchiveError::NotFound { job: self.job.clone(), step: self.step }
-    }
 }
 
 /// What an archiving leaves to be done later.
@@ -163,7 +159,6 @@ impl Coordinator {
         events: &Events,
     ) -> Result<(), ArchiveError> {
         let save = self.committed(job, step).await?;
-        let save = save.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
         let claim = self.claim((job, step, save), options).await?;
         self.carry_out(&claim, events).await
     }
@@ -249,28 +244,34 @@ impl Coordinator {
         left: &mut Left,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let result = match self.is_wanted(claim).await {
-            Ok(true) => self.archive_save(claim, left, events).await,
-            Ok(false) => return Err(claim.not_found()),
+        let result = match self.still_committed(claim).await {
+            Ok(()) => self.archive_save(claim, left, events).await,
             Err(error) => Err(error),
         };
         left.may_pass |= result.as_ref().is_err_and(ArchiveError::may_pass);
-        if result.is_err() && self.is_wanted(claim).await.is_ok_and(|wanted| !wanted) {
+        let is_gone = |now| matches!(now, Err(ArchiveError::NotFound { .. }));
+        if result.is_err() && is_gone(self.still_committed(claim).await) {
             // Another save in its place is not what was asked for.
             *left = Left::default();
         }
         result
     }
 
-    /// Whether what is claimed is what is committed.
-    async fn is_wanted(&self, claim: &Claim) -> Result<bool, ArchiveError> {
-        Ok(self.committed(&claim.job, claim.step).await? == Some(claim.save))
+    /// Fails when something else is committed than what is claimed, or nothing.
+    async fn still_committed(&self, claim: &Claim) -> Result<(), ArchiveError> {
+        let Claim { job, step, save, .. } = claim;
+        match self.committed(job, *step).await? == *save {
+            true => Ok(()),
+            false => Err(ArchiveError::NotFound { job: job.clone(), step: *step }),
+        }
     }
 
     /// What is committed as a step.
-    async fn committed(&self, job: &Job, step: Step) -> Result<Option<SaveId>, ArchiveError> {
+    async fn committed(&self, job: &Job, step: Step) -> Result<SaveId, ArchiveError> {
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
-        Ok(found.and_then(|(checkpoint, _)| checkpoint.committed).map(|saved| saved.save))
+        let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
+        let saved = saved.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
+        Ok(saved.save)
     }
 
     async fn archive_save(

@@ -129,12 +129,20 @@ resource "aws_instance" "host" {
   }
 }
 
-resource "local_file" "inventory" {
-  filename        = var.inventory
-  file_permission = "0644"
-  content = templatefile("${path.module}/inventory.tftpl", {
+locals {
+  inventory = templatefile("${path.module}/inventory.tftpl", {
     key   = abspath(pathexpand(var.private_key))
     link  = "${var.instance_type}, one placement group of ${var.region}"
     hosts = aws_instance.host
   })
+}
+
+# By the shell, so that no provider but Amazon's is needed; destroy leaves the file.
+resource "terraform_data" "inventory" {
+  triggers_replace = [local.inventory, var.inventory]
+
+  provisioner "local-exec" {
+    command     = "printf '%s' \"$CONTENT\" > \"$FILE\""
+    environment = { CONTENT = local.inventory, FILE = var.inventory }
+  }
 }

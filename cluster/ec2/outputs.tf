@@ -1,6 +1,6 @@
 output "inventory" {
   description = "What to give to `rapidraid-cluster run --on`"
-  value       = local_file.inventory.filename
+  value       = var.inventory
 }
 
 output "hosts" {

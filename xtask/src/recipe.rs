@@ -66,6 +66,7 @@ impl Run {
         }
         let doc = ["doc", "--locked", "--workspace", "--no-deps", "--document-private-items"];
         self.cargo("docs", &doc, &[("RUSTDOCFLAGS", "-D warnings")])?;
+        self.terraform()?;
         self.tests()?;
         self.experiments()?;
         self.cargo("doc tests", &["test", "--locked", "--workspace", "--doc"], &[])?;
@@ -78,6 +79,35 @@ impl Run {
             self.cargo("advisories and licences", &["deny", "--locked", "check"], &[])?;
         } else {
             self.skip("advisories and licences: cargo-deny or its deny.toml is not here");
+        }
+        Ok(())
+    }
+
+    /// What makes machines on EC2: as `terraform fmt` writes it, and valid where its provider has been fetched. Nothing is fetched for it here.
+    fn terraform(&mut self) -> Result<()> {
+        let folder = self.root.join("cluster/ec2");
+        let terraform = |arguments: &[&str]| {
+            let mut command = Command::new("terraform");
+            command.args(arguments).current_dir(&folder);
+            command
+        };
+        if terraform(&["version"]).stdout(Stdio::null()).status().is_err() {
+            self.skip("terraform fmt and validate: terraform is not installed");
+            return Ok(());
+        }
+        let mut checks = vec![&["fmt", "-check", "-diff"][..], &["validate"]];
+        if !folder.join(".terraform").exists() {
+            self.skip("terraform validate: its provider is not here (`terraform init` in cluster/ec2 fetches it)");
+            checks.truncate(1);
+        }
+        for check in checks {
+            let line = format!("terraform {}", check.join(" "));
+            println!("\n== {line} in cluster/ec2");
+            let status =
+                terraform(check).status().with_context(|| format!("cannot start `{line}`"))?;
+            if !status.success() {
+                bail!("{line} ({status}) in cluster/ec2");
+            }
         }
         Ok(())
     }

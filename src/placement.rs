@@ -3,13 +3,15 @@
 //!
 //! Promises: n distinct nodes; the two replicas of a block in different failure domains when these are of equal size, or differ by
 //! one node, and otherwise as far as one choice after the other finds such nodes (of 8, 4 and 4 nodes at (16,11) one block in a
-//! stripe has both in the large one); domains used evenly within a stripe; positions rotate over stripes, so that load spreads.
+//! stripe has both in the large one); domains used evenly within a stripe; positions rotate over stripes, so that load spreads;
+//! within a domain the chain visits nodes in the ring's order. Without domains the chains of all stripes so go from each node to
+//! the same next one: however many run at once, a node sends to one node and receives from one, and no two meet at its port.
 //! Where a replica really lies may differ (a node was down): the stripe record's places say so, and the file found there decides.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use crate::code::Layout;
+use crate::code::{Layout, table};
 use crate::format::records::{MAX_RING, Node, RingNode};
 use crate::id::NodeId;
 use crate::kind::Kind;
@@ -82,10 +84,10 @@ pub fn place(
     for member in &rotated {
         *free.entry(member.domain).or_default() += 1;
     }
-    let mut placed: Vec<RingNode> = Vec::with_capacity(n);
+    let mut domains: Vec<u16> = Vec::with_capacity(n);
     for position in 0..n {
         // Position p shares block p-(n-k) with position p-(n-k): the pair that one domain must not hold.
-        let twin = position.checked_sub(n - k).map(|twin| placed[twin].domain);
+        let twin = position.checked_sub(n - k).map(|twin| domains[twin]);
         let cost = |at: &usize| {
             let domain = rotated[*at].domain;
             // Of domains used alike the one with most nodes left: a large one, left for the end, would have to hold twins.
@@ -96,11 +98,25 @@ pub fn place(
             return Err(PlacementError { need: n, have: ring.len() });
         };
         taken[best] = true;
-        *used.entry(rotated[best].domain).or_default() += 1;
-        free.entry(rotated[best].domain).and_modify(|free| *free -= 1);
-        placed.push(rotated[best]);
+        let domain = rotated[best].domain;
+        *used.entry(domain).or_default() += 1;
+        free.entry(domain).and_modify(|free| *free -= 1);
+        domains.push(domain);
     }
-    Ok(placed.into_iter().map(|member| member.node).collect())
+    let mut nodes: Vec<RingNode> =
+        rotated.into_iter().zip(taken).filter(|&(_, taken)| taken).map(|(node, _)| node).collect();
+    let mut places = vec![None; n];
+    for position in visits(n, k) {
+        let next = nodes.iter().position(|node| node.domain == domains[position]);
+        places[position] = next.map(|next| nodes.remove(next).node);
+    }
+    // As many nodes of a domain were taken as positions have it.
+    Ok(places.into_iter().flatten().collect())
+}
+
+/// The positions in the order in which the chain visits them, where we ship one.
+fn visits(n: usize, k: usize) -> Vec<usize> {
+    table::find(n, k).map_or_else(|| (0..n).collect(), |code| code.order().to_vec())
 }
 
 /// The nodes of a ring that may take the place of one of a stripe's.
@@ -213,6 +229,48 @@ mod tests {
         }
         assert_eq!(most_shared(&in_racks(&[6, 6, 4]), 16, 11), 0);
         assert_eq!(most_shared(&in_racks(&[8, 4, 4]), 16, 11), 1);
+    }
+
+    #[test]
+    fn chains_of_all_stripes_go_round_the_ring() {
+        for (n, k) in [(16, 11), (6, 4)] {
+            for count in [n, n + 3] {
+                let ring = ring(&nodes(count, 1), 2);
+                let at = |node| ring.iter().position(|member| member.node == node).unwrap();
+                for stripe in 0..count as u32 {
+                    let places = place(&ring, n, k, stripe).unwrap();
+                    let order = table::find(n, k).unwrap().order();
+                    for hop in order.windows(2) {
+                        assert_eq!(at(places[hop[1]]), (at(places[hop[0]]) + 1) % count);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn within_a_domain_the_chain_visits_the_ring_in_order() {
+        let (n, k) = (14, 10);
+        let ring = ring(&nodes(17, 3), 4);
+        for stripe in 0..17 {
+            let places = place(&ring, n, k, stripe).unwrap();
+            let start = stripe as usize % 17;
+            let at = |node| (ring.iter().position(|m| m.node == node).unwrap() + 17 - start) % 17;
+            let mut last = HashMap::new();
+            for &position in table::find(n, k).unwrap().order() {
+                let at = at(places[position]);
+                let domain = ring[(at + start) % 17].domain;
+                assert!(last.insert(domain, at).is_none_or(|before| before < at), "{places:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_chain_positions_follow_the_ring() {
+        let ring = ring(&nodes(12, 1), 0);
+        assert_eq!(table::find(12, 6), None);
+        let nodes: Vec<NodeId> = ring.iter().map(|member| member.node).collect();
+        assert_eq!(place(&ring, 12, 6, 0).unwrap(), nodes);
     }
 
     #[test]

@@ -144,7 +144,7 @@ mod tests {
         let mut state = ShardState::fresh(Generation::default(), 1);
         let held = holdings(&root, &state, 0, &nodes);
         let replicas: Vec<String> = held.iter().map(|h| h.replicas.join(" ")).collect();
-        assert_eq!(replicas, ["o1", "o2", "o1 o3", "o2 o4", "o3", "o4"]);
+        assert_eq!(replicas, ["o2", "o4", "o1", "o3", "o1 o3", "o2 o4"]);
         assert!(held[3].dead && held.iter().all(|h| h.piece.is_none()));
 
         let code = table::find(6, 4).unwrap().id();

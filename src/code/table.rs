@@ -1,7 +1,9 @@
 //! The chain codes that we ship, each certified: no k of its pieces are dependent (the tests recount all subsets),
 //! and each of its first k hops brings one new block, so that blocks come back by walking the chain.
 //!
-//! Entries are for ever: stripes name them by id. They were found by [`super::search`].
+//! Entries are for ever: stripes name them by id. The first entry of its parameters also says in which order the nodes of a ring
+//! take their positions ([`crate::placement::place`]): a later one with another order, or the first one for parameters that had
+//! none, comes with a `layout` of its own in `ShardRoot`. They were found by [`super::search`].
 
 use std::collections::HashMap;
 use std::sync::LazyLock;

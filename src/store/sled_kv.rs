@@ -5,11 +5,12 @@
 //! ours. A map that has failed once may differ from what is on disk: it does nothing more until it is opened
 //! again. One that is damaged is never repaired; one that the system did not let us open stays where it is.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
@@ -18,6 +19,10 @@ use super::kv::{Batch, Kv, KvError, MAX_PAGE, Maps, Pair, scan_start};
 
 /// How many broken folders are kept before opening fails: that many are no accident any more.
 const MAX_ASIDE: u32 = 16;
+
+/// A map that was dropped is not free at once: sled's threads end when they have seen it.
+const LOCK_TRIES: u32 = 100;
+const LOCK_WAIT: Duration = Duration::from_millis(10);
 
 /// How a map was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -173,14 +178,16 @@ fn open_file(path: &Path) -> std::io::Result<File> {
 }
 
 /// sled locks its file with `flock`; asking the same way tells a folder in use from a broken one.
+#[allow(clippy::disallowed_methods)] // sled's threads run on the machine's clock
 fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
     let Ok(file) = open_file(&path.join("db")) else { return Ok(()) };
-    match file.try_lock() {
-        Err(std::fs::TryLockError::WouldBlock) => {
-            Err(KvError::InUse { path: path.display().to_string() })
+    for _ in 0..LOCK_TRIES {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_WAIT),
+            _ => return Ok(()),
         }
-        _ => Ok(()),
     }
+    Err(KvError::InUse { path: path.display().to_string() })
 }
 
 /// Opens, reads everything once (what is damaged shows now, when it can still be replaced), and makes the
@@ -320,6 +327,22 @@ mod tests {
             SledKv::open(&held(folder.path()), &folder.path().join("kv"), 1 << 20).unwrap();
         assert_eq!(opened, Opened::Created);
         conforms(&kv);
+    }
+
+    #[test]
+    fn a_map_that_is_let_go_in_a_moment_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("kv"));
+        let (kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        kv.apply(Batch::new().put("k", "v")).unwrap();
+        let drops = std::thread::spawn(move || {
+            std::thread::sleep(LOCK_WAIT * 5);
+            drop(kv);
+        });
+        let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        drops.join().unwrap();
+        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
     }
 
     #[test]

@@ -36,12 +36,31 @@ pub struct Record {
     pub machine: Machine,
     /// How links are made.
     pub links: Value,
+    /// Who went on with it after it had been broken off.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub resumed: Vec<Resumed>,
     /// Results, point by point.
     pub points: Vec<PointRecord>,
 }
 
+/// A later command that went on with an experiment.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Resumed {
+    /// Runs of earlier commands.
+    pub after_runs: usize,
+    /// As in [`Record`], like all that follows.
+    pub command: String,
+    /// Date, UTC.
+    pub date: String,
+    /// What `rapidraid --version` says.
+    pub program: String,
+    /// The commit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub commit: Option<String>,
+}
+
 /// A machine.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
     /// Its processor.
     pub processor: String,
@@ -124,6 +143,48 @@ impl Record {
         Ok(record)
     }
 
+    /// Goes on with what is left of `earlier`: rounds that it has played whole stay, one that it had begun is played anew.
+    pub fn resume(self, mut earlier: Self) -> Result<Self> {
+        ensure!(
+            earlier.experiment == self.experiment,
+            "what was broken off is another experiment, or its file has changed since: run it without --resume"
+        );
+        let arms = self.experiment.arms.len().max(1);
+        for point in &mut earlier.points {
+            let rounds = point.runs.chunks_exact(arms).zip(0..);
+            let is_whole =
+                |(runs, round): &(&[RunRecord], u32)| runs.iter().all(|run| run.round == *round);
+            let whole = rounds.take_while(is_whole).count();
+            point.runs.truncate(whole * arms);
+        }
+        earlier.points.retain(|point| !point.runs.is_empty());
+        if earlier.points.is_empty() {
+            return Ok(self);
+        }
+        earlier.resumed.push(Resumed {
+            after_runs: earlier.points.iter().map(|point| point.runs.len()).sum(),
+            command: self.command,
+            date: self.date,
+            program: self.program,
+            commit: self.commit,
+        });
+        Ok(earlier)
+    }
+
+    /// Notes the hosts of the next point; what goes on must do so on those on which it was begun.
+    pub fn is_played_on(&mut self, links: Value, program: String, machine: Machine) -> Result<()> {
+        let Some(resumed) = self.resumed.last_mut() else {
+            (self.links, self.program, self.machine) = (links, program, machine);
+            return Ok(());
+        };
+        ensure!(
+            self.links == links && self.machine == machine,
+            "it was begun on other hosts or links: run it without --resume"
+        );
+        resumed.program = program;
+        Ok(())
+    }
+
     /// Writes it in place of an earlier one, which stays when this fails.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)? + "\n";
@@ -169,6 +230,62 @@ impl Machine {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn record(runs: &[(u32, Arm)]) -> Record {
+        let run = |&(round, arm): &(u32, Arm)| RunRecord {
+            round,
+            arm,
+            seconds: 1.0,
+            command_s: 1.0,
+            phases_s: Vec::new(),
+            sent_bytes: 0,
+            busiest_bytes: 0,
+            cpu_s: 0.0,
+            busy: None,
+            peak_bytes: 0,
+            notes: BTreeMap::new(),
+        };
+        let point = |label: &str, runs: &[(u32, Arm)]| PointRecord {
+            label: label.to_owned(),
+            conditions: Value::Null,
+            block_time_s: None,
+            runs: runs.iter().map(run).collect(),
+        };
+        let experiment =
+            "name = \"a\"\nquestion = \"b\"\nrounds = 2\narms = [\"chain\", \"best-star\"]";
+        Record {
+            schema: SCHEMA,
+            experiment: toml::from_str(experiment).unwrap(),
+            command: "first".into(),
+            date: String::new(),
+            program: "1".into(),
+            commit: None,
+            machine: Machine::this(),
+            links: Value::Null,
+            resumed: Vec::new(),
+            points: vec![point("whole", runs), point("begun", &runs[..1])],
+        }
+    }
+
+    #[test]
+    fn what_goes_on_keeps_whole_rounds() {
+        let runs = [(0, Arm::Chain), (0, Arm::BestStar), (1, Arm::BestStar)];
+        let mut now = record(&[(0, Arm::Chain)]);
+        now.command = "second".into();
+        let mut resumed = now.clone().resume(record(&runs)).unwrap();
+        assert_eq!(resumed.points.len(), 1);
+        let kept: Vec<_> = resumed.points[0].runs.iter().map(|run| (run.round, run.arm)).collect();
+        assert_eq!(kept, runs[..2]);
+        assert_eq!((resumed.command.as_str(), resumed.resumed[0].after_runs), ("first", 2));
+        assert_eq!(resumed.resumed[0].command, "second");
+        resumed.is_played_on(Value::Null, "2".into(), Machine::this()).unwrap();
+        assert_eq!((resumed.program.as_str(), resumed.resumed[0].program.as_str()), ("1", "2"));
+        assert!(resumed.is_played_on("other".into(), "2".into(), Machine::this()).is_err());
+        let nothing = now.clone().resume(record(&runs[1..])).unwrap();
+        assert_eq!((nothing.command.as_str(), nothing.resumed.len()), ("second", 0));
+        now.experiment.rounds = 3;
+        assert!(now.resume(record(&runs)).is_err());
+    }
 
     #[test]
     fn a_machine_tells_of_itself_as_another_would() {

@@ -37,6 +37,9 @@ pub struct Run {
     /// As the table `short` of the file says: a look at whether it works, not a measurement
     #[arg(long)]
     short: bool,
+    /// Go on with what an earlier run of this file left in NAME.part.json: the rounds that it played whole stay
+    #[arg(long)]
+    resume: bool,
     /// Where results go
     #[arg(long, default_value = "docs/benchmarks", value_name = "FOLDER")]
     out: PathBuf,
@@ -80,11 +83,16 @@ impl Run {
             commit: commit(&self.file, &stop),
             machine: Machine::this(),
             links: serde_json::Value::Null,
+            resumed: Vec::new(),
             points: Vec::new(),
         };
         let ending = if self.short { "short.json" } else { "json" };
         let path = self.out.join(format!("{}.{ending}", record.experiment.name));
         let part = path.with_extension("part.json");
+        if self.resume {
+            let earlier = Record::read(&part).context("cannot go on with an earlier run")?;
+            record = record.resume(earlier).with_context(|| part.display().to_string())?;
+        }
         if let Err(error) = self.play(&mut record, &conditions, &part, &stop) {
             return match record.points.is_empty() {
                 true => Err(error),
@@ -152,14 +160,30 @@ impl Run {
         let experiment = record.experiment.clone();
         let rounds: usize = conditions.iter().map(|at| at.rounds as usize).sum();
         let bar = progress((rounds * experiment.arms.len()) as u64);
+        let mut earlier = std::mem::take(&mut record.points).into_iter().peekable();
         for at in conditions {
+            let begun = earlier.next_if(|point| point.label == at.label);
+            let played = begun.as_ref().map_or(0, |point| point.runs.len());
+            let conditions = serde_json::to_value(at)?;
+            ensure!(
+                begun.as_ref().is_none_or(|point| point.conditions == conditions),
+                "at the point {:?} it was begun under other conditions: run it without --resume",
+                at.label
+            );
+            bar.inc(played as u64);
+            let before = record.points.len();
+            record.points.extend(begun);
+            if played == at.rounds as usize * experiment.arms.len() {
+                continue;
+            }
             bar.set_message(format!("{}: starting {} daemons", at.label, at.nodes));
             let (hosts, local) = self.bring_up(at)?;
-            record.links = hosts.describe();
-            if !hosts.is_here() {
-                (record.program, record.machine) = first_host(&*hosts, stop)?;
-            }
-            let before = record.points.len();
+            let (program, machine) = match hosts.is_here() {
+                true => (local_version(stop)?, Machine::this()),
+                false => first_host(&*hosts, stop)?,
+            };
+            record.is_played_on(hosts.describe(), program, machine)?;
+            let begun = record.points.get(before).map_or_else(Vec::new, |point| point.runs.clone());
             // After every run: a long experiment that fails late has shown something.
             let mut told = |point: &PointRecord| {
                 bar.inc(1);
@@ -171,7 +195,7 @@ impl Run {
                 record.points.push(point.clone());
                 record.write(part)
             };
-            play::point(&*hosts, &local, &experiment, at, stop, &mut told)
+            play::point(&*hosts, &local, &experiment, at, begun, stop, &mut told)
                 .with_context(|| format!("at the point {:?}", at.label))?;
         }
         bar.finish_and_clear();
@@ -274,6 +298,7 @@ mod tests {
             on: on.to_owned(),
             unshaped,
             short: false,
+            resume: false,
             out: PathBuf::new(),
             work: None,
             print: Print::Tables,

@@ -42,12 +42,14 @@ pub struct Stage<'a> {
     round: u32,
 }
 
-/// Starts a cluster, shapes its links and plays all rounds; `told` has the point so far after every run.
+/// Starts a cluster, shapes its links and plays the rounds that `played`, whole rounds, has not; `told` has the point so far after
+/// every run.
 pub fn point(
     hosts: &dyn Hosts,
     local: &Path,
     experiment: &Experiment,
     at: &Conditions,
+    played: Vec<RunRecord>,
     stop: &Stop,
     told: &mut dyn FnMut(&PointRecord) -> Result<()>,
 ) -> Result<()> {
@@ -73,9 +75,10 @@ pub fn point(
         label: at.label.clone(),
         conditions: serde_json::to_value(at)?,
         block_time_s: at.rate_mbit.map(|rate| model::block_time_s(at.block_bytes, rate)),
-        runs: Vec::new(),
+        runs: played,
     };
-    for round in 0..at.rounds {
+    let first = point.runs.last().map_or(0, |run| run.round + 1);
+    for round in first..at.rounds {
         stage.shape(round)?;
         for turn in order(experiment.arms.len(), round) {
             stop.check()?;

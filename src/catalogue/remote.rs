@@ -308,6 +308,10 @@ impl Catalogue for RemoteCatalogue {
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
         let answer = self.ask_within(&Register { node: node.clone() }, LEASE_LIMIT).await?;
         self.saw(answer.epoch);
+        // A home that had only just begun said hello with the epoch before its own.
+        if let Some((found, _)) = &mut *self.home.lock().unwrap_or_else(PoisonError::into_inner) {
+            *found = answer.epoch.max(*found);
+        }
         Ok(answer)
     }
 
@@ -331,10 +335,29 @@ mod tests {
         NodeAddress { name: name.parse().unwrap(), host_port: name.into() }
     }
 
-    /// A node that answers its first call by where it believes the catalogue to be, and which map that is.
-    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str, map: Option<MapId>) {
+    /// A node that answers its first calls with these.
+    fn answers(network: &Arc<MemoryNetwork>, name: &str, answers: Vec<Vec<u8>>) {
         let peer = Peer { role: Role::Node, name: name.parse().unwrap() };
         let transport = network.join(peer, name);
+        let left = Arc::new(Mutex::new(answers.into_iter()));
+        tokio::spawn(async move {
+            // One asks by address and by name, over a connection each.
+            while let Some(connection) = transport.accept().await {
+                let left = left.clone();
+                tokio::spawn(async move {
+                    while let Ok((mut send, recv)) = connection.accept_bi().await {
+                        FramedRecv::new(recv).read_frame(MAX_FRAME_BYTES).await.unwrap();
+                        let Some(bytes) = left.lock().unwrap().next() else { return };
+                        write_frame(&mut *send, MAX_FRAME_BYTES, bytes.into()).await.unwrap();
+                        send.finish().await.unwrap();
+                    }
+                });
+            }
+        });
+    }
+
+    /// Where the node `name` believes the catalogue to be, and which map that is.
+    fn hello(name: &str, epoch: u64, home: &str, map: Option<MapId>) -> Vec<u8> {
         let hello = HelloAnswer {
             cluster: ClusterId([1; 16]),
             node: name.parse().unwrap(),
@@ -344,15 +367,11 @@ mod tests {
             catalogue: Some(at(home)),
             version: String::new(),
         };
-        tokio::spawn(async move {
-            let connection = transport.accept().await.unwrap();
-            let (mut send, recv) = connection.accept_bi().await.unwrap();
-            let _request = FramedRecv::new(recv).read_frame(MAX_FRAME_BYTES).await.unwrap();
-            let bytes = answer_to_bytes(&Ok(hello)).unwrap();
-            write_frame(&mut *send, MAX_FRAME_BYTES, bytes.into()).await.unwrap();
-            send.finish().await.unwrap();
-            connection.closed().await;
-        });
+        answer_to_bytes(&Ok(hello)).unwrap()
+    }
+
+    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str, map: Option<MapId>) {
+        answers(network, name, vec![hello(name, epoch, home, map)]);
     }
 
     fn asks(network: &Arc<MemoryNetwork>, seeds: &[&str]) -> RemoteCatalogue {
@@ -380,6 +399,25 @@ mod tests {
             let home = asks(&network, &["first", "home", "last"]).find().await.unwrap();
             assert_eq!(home, at(found), "epoch {late}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_home_that_was_found_while_it_began_is_named_in_the_epoch_that_it_began() {
+        let network = MemoryNetwork::new();
+        let early = || hello("home", 0, "home", None);
+        let registered = RegisterAnswer {
+            epoch: Epoch(1),
+            map: MapId([1; 16]),
+            revision: 1,
+            members: 1,
+            lease_ms: 1000,
+        };
+        let registered = answer_to_bytes(&Ok(registered)).unwrap();
+        answers(&network, "home", vec![early(), early(), registered]);
+        let catalogue = asks(&network, &["home"]);
+        catalogue.register(&catalogue.me).await.unwrap();
+        assert_eq!(catalogue.home(Epoch(1)), Some(at("home")));
+        assert_eq!(catalogue.home(Epoch(2)), None);
     }
 
     #[tokio::test]

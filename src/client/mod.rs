@@ -411,13 +411,8 @@ impl Client {
 
     /// The nodes and what they hold.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
-        let mut directory = self.directory().await?;
-        let mut hello = self.ask(&Hello { me: None }).await?;
-        // A gateway that lost sight of the catalogue a moment ago finds it again when it has a question for it.
-        if hello.catalogue.is_none() {
-            directory = self.directory().await?;
-            hello = self.ask(&Hello { me: None }).await?;
-        }
+        let directory = self.directory().await?;
+        let hello = self.ask(&Hello { me: None }).await?;
         let asks = directory.views().map(|view| async {
             let to =
                 NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };

@@ -1,8 +1,12 @@
 //! Every plan of every code, proven symbolically and counted against its model.
 
+use std::collections::HashSet;
+
 use super::*;
 use crate::code::{RsCode, reconstruct, table};
+use crate::format::records::RingNode;
 use crate::id::{PeerName, ShardId};
+use crate::placement::place;
 use crate::plan::check::{Goal, PlanError, check};
 use crate::plan::{Output, Plan};
 
@@ -54,6 +58,24 @@ fn chains_are_proven_and_move_one_block_in_and_one_out() {
             assert_eq!(traffic.out_bytes, if last { 0 } else { BLOCK_BYTES });
         }
     }
+}
+
+/// That the first coder is enough for many stripes at once: the ring turns under it.
+#[test]
+fn sixteen_stripes_load_sixteen_nodes_alike() {
+    let node = |node| RingNode { node, domain: 0 };
+    let ring: Vec<RingNode> = places(16).into_iter().map(node).collect();
+    let code = Code::Rs(RsCode::new(16, 11).unwrap());
+    let mut coders = [HashSet::new(), HashSet::new()];
+    for stripe in 0..16 {
+        let places = place(&ring, 16, 11, stripe).unwrap();
+        let subject = subject(&code, &places);
+        let plans = [naive_star(&subject, 0).unwrap(), best_star(&subject, 0).unwrap()];
+        for (plan, coders) in plans.iter().zip(&mut coders) {
+            coders.insert(plan.hops.iter().max_by_key(|hop| hop.inputs.len()).unwrap().node);
+        }
+    }
+    assert_eq!(coders.map(|coders| coders.len()), [16, 16]);
 }
 
 #[test]

@@ -127,7 +127,7 @@ impl Coordinator {
             places: &places,
             code: &shard.code,
         };
-        let plan = choose(&subject, options.plan, index, &*self.entropy)?;
+        let plan = choose(&subject, options.plan, &*self.entropy)?;
         let stripe = info.fixed.stripe;
         let checked = check(&plan, &shard.code, Goal::Archive)
             .map_err(|source| ArchiveError::Plan { stripe, source })?;
@@ -451,15 +451,13 @@ fn is_nearer(plan: &Plan, cause: &(NodeId, CallError), first: &(NodeId, CallErro
 fn choose(
     subject: &Subject<'_>,
     plan: PlanChoice,
-    index: u32,
     entropy: &dyn Entropy,
 ) -> Result<Plan, planner::PlannerError> {
-    // Coders rotate over stripes, so that sixteen stripes load sixteen nodes alike.
-    let turn = index as usize;
+    // Always the same position: the ring turns from stripe to stripe, so that all nodes code alike.
     match plan {
         PlanChoice::Chain => planner::chain(subject),
-        PlanChoice::NaiveStar => planner::naive_star(subject, turn),
-        PlanChoice::BestStar => planner::best_star(subject, turn),
+        PlanChoice::NaiveStar => planner::naive_star(subject, 0),
+        PlanChoice::BestStar => planner::best_star(subject, 0),
         PlanChoice::StripedStar => planner::striped_star(subject),
         PlanChoice::RandomStar => {
             let homes = subject.code.n() - subject.code.k();

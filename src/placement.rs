@@ -5,7 +5,7 @@
 //! one node, and otherwise as far as one choice after the other finds such nodes (of 8, 4 and 4 nodes at (16,11) one block in a
 //! stripe has both in the large one); domains used evenly within a stripe; positions rotate over stripes, so that load spreads;
 //! within a domain the chain visits nodes in the ring's order. Without domains the chains of all stripes so go from each node to
-//! the same next one: however many run at once, a node sends to one node and receives from one, and no two meet at its port.
+//! the same next one: however many run at once, a node sends to one node and receives from one, and no two nodes meet at a port.
 //! Where a replica really lies may differ (a node was down): the stripe record's places say so, and the file found there decides.
 
 use std::cmp::Reverse;

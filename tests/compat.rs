@@ -16,9 +16,11 @@ use std::collections::BTreeSet;
 
 use fixture::{Case, damage, hold};
 use rapidraid::code::{RsCode, table};
+use rapidraid::format::records::RingNode;
 use rapidraid::format::tree::GrainTree;
 use rapidraid::gf::FingerprintKey;
 use rapidraid::id::{NodeId, PeerName, ShardId};
+use rapidraid::placement::place;
 use rapidraid::wire::calls::ALL;
 
 /// Data with a prime period, so that no two grains are alike.
@@ -103,6 +105,25 @@ fn codes() {
     }
     cases.push(Case::computed("rs, ids of all n up to 32", *hasher.finalize().as_bytes()));
     hold("format/v1/codes.txt", &cases);
+}
+
+/// Where nobody has written down where a replica is, it is looked for where it was placed first.
+#[test]
+fn places() {
+    let mut cases = Vec::new();
+    for (n, k) in [(16, 11), (6, 4), (12, 6)] {
+        for domains in [1, 3, 20] {
+            let member = |at: u16| RingNode { node: NodeId(at.into()), domain: at % domains };
+            let ring: Vec<RingNode> = (0..20).map(member).collect();
+            for stripe in [0, 7, 33] {
+                let places = place(&ring, n, k, stripe).unwrap();
+                let bytes: Vec<u8> = places.iter().map(|node| node.0 as u8).collect();
+                let name = format!("({n},{k}), {domains} domains, stripe {stripe}");
+                cases.push(Case::computed(name, bytes));
+            }
+        }
+    }
+    hold("format/v1/places.txt", &cases);
 }
 
 #[test]

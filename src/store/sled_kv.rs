@@ -21,7 +21,7 @@ use super::kv::{Batch, Kv, KvError, MAX_PAGE, Maps, Pair, scan_start};
 const MAX_ASIDE: u32 = 16;
 
 /// A map that was dropped is not free at once: sled's threads end when they have seen it.
-const LOCK_TRIES: u32 = 100;
+const LOCK_TRIES: u32 = 300;
 const LOCK_WAIT: Duration = Duration::from_millis(10);
 
 /// How a map was found.

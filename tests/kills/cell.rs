@@ -65,7 +65,7 @@ const ROLES: [(Role, &str); 7] = [
     (Role::Client, "client"),
     (Role::Sayer, "sayer"),
 ];
-/// The member that loses a replica: the second holder of block 0.
+/// The member that loses a replica: a holder of block 0.
 const LOSER: usize = 2;
 /// The member that makes the catalogue again.
 const REBUILDER: usize = 0;

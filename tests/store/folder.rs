@@ -7,7 +7,7 @@ use rapidraid::id::{ClusterId, Epoch};
 use rapidraid::kind::Kind;
 use rapidraid::store::sled_kv::Opened;
 use rapidraid::store::{
-    Disk, KvError, MemoryDisk, MemoryKv, RealDisk, Reconciled, Scope, Store, StoreError,
+    Disk, MemoryDisk, MemoryKv, RealDisk, Reconciled, Scope, Store, StoreError,
 };
 
 use super::{
@@ -76,19 +76,8 @@ fn a_crash_while_a_folder_becomes_a_nodes_leaves_it_open_to_that_node() {
     assert_whole(&open(&disk.crash()).0, REPLICA, &content(G));
 }
 
-/// sled's threads let go of its file a moment after the last store of a process is dropped.
-#[allow(clippy::disallowed_methods)] // waits for them
 fn open_folder(folder: &Path) -> Result<(Store, Reconciled, Opened), StoreError> {
-    let mut tries = 0;
-    loop {
-        tries += 1;
-        match Store::open_folder(folder, CACHE_BYTES, CLUSTER, &name("n1")) {
-            Err(StoreError::Index(KvError::InUse { .. })) if tries < 500 => {
-                std::thread::sleep(std::time::Duration::from_millis(10));
-            }
-            done => return done,
-        }
-    }
+    Store::open_folder(folder, CACHE_BYTES, CLUSTER, &name("n1"))
 }
 
 #[test]

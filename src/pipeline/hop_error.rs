@@ -10,8 +10,10 @@ use crate::plan::{Input, StreamNo};
 use crate::store::StoreError;
 use crate::workers::WorkerDied;
 
-/// A hop that does not move for so long is ended.
-pub const STALL_LIMIT: Duration = Duration::from_secs(10);
+/// A hop that does not move for so long is ended. Nodes that vanish are noticed sooner, by their connections; this is for those
+/// that answer and do not move. On slow links that many hops share, a coder needs ten seconds for a grain of each source, and
+/// who waits for its grain must not take that for a fault.
+pub const STALL_LIMIT: Duration = Duration::from_secs(30);
 
 /// Why a hop ended early.
 #[derive(Debug, thiserror::Error)]

@@ -84,13 +84,13 @@ async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
         assert!(others().any(|index| plans(&world, index) > 0), "too late for the run");
         step_by_step(|| others().all(|index| plans(&world, index) == 0)).await;
         let lasted = began.elapsed();
-        assert!((9..=11).contains(&lasted.as_secs()), "{lasted:?}");
+        assert!((29..=31).contains(&lasted.as_secs()), "{lasted:?}");
         step_by_step(|| plans(&world, silent) == 0).await;
-        assert!(began.elapsed().as_secs() <= 11, "the silent one's own part");
+        assert!(began.elapsed().as_secs() <= 31, "the silent one's own part");
 
         let (ended, notes) = task.await.unwrap();
         let error = ended.unwrap_err();
-        let waited = |text: &&String| text.contains("no progress for 10s: waiting for");
+        let waited = |text: &&String| text.contains("no progress for 30s: waiting for");
         let first = notes.iter().find(waited).unwrap_or_else(|| panic!("{notes:?}, {error}"));
         assert!(first.contains(&format!("waiting for {name} to ")), "{first}");
         // By the time of the next try its lease is over: there is no node in its place, and the archiving waits for it by name.

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use rapidraid::units::ByteCount;
+use rapidraid::units::{ByteCount, GRAIN_BYTES, MAX_BLOCK_BYTES};
 use serde::{Deserialize, Serialize};
 
 use crate::arm::{Arm, Kind};
@@ -248,6 +248,14 @@ impl Experiment {
         Ok(experiment)
     }
 
+    /// The labels of its points; without any it is one point that has its name.
+    pub fn labels(&self) -> Vec<&str> {
+        match self.points.is_empty() {
+            true => vec![&self.name],
+            false => self.points.iter().map(|point| point.label.as_str()).collect(),
+        }
+    }
+
     /// The conditions of every point.
     pub fn conditions(&self, is_short: bool) -> Result<Vec<Conditions>> {
         let whole = [Point { label: self.name.clone(), setting: Setting::default() }];
@@ -283,6 +291,13 @@ impl Experiment {
             ensure!(
                 conditions.shards == 1 || !self.arms.contains(&Arm::SeaweedFs),
                 "at the point {label:?}: seaweedfs is measured with one shard"
+            );
+            let bytes = conditions.block_bytes;
+            ensure!(
+                bytes.is_multiple_of(GRAIN_BYTES)
+                    && (GRAIN_BYTES..=MAX_BLOCK_BYTES).contains(&bytes)
+                    || self.arms.iter().all(is_transfer),
+                "at the point {label:?}: a block of {bytes} bytes: daemons take a multiple of 64KiB, up to 128MiB"
             );
             let most = self.arms.iter().map(|arm| arm.missing()).max().unwrap_or(0);
             let spare = (conditions.n - conditions.k) as usize;
@@ -350,6 +365,8 @@ block = "256KiB"
             ("one-shard", "../one", "letters"),
             ("block = \"64MiB\"", "code = \"16\"", "n,k"),
             ("block = \"64MiB\"", "nodes = 3", "nodes = 3"),
+            ("block = \"64MiB\"", "block = \"192MiB\"", "\"half\": a block of 201326592"),
+            ("block = \"64MiB\"", "block = \"100KiB\"", "multiple of 64KiB"),
             ("block = \"64MiB\"", "saves = 3", "saves and every_s"),
             ("block = \"64MiB\"", "congestion = \"reno\"", "cubic or bbr"),
             ("slow_nodes = 8", "slow_nodes = 8\nslow_delay_ms = 20", "slow_rate_mbit"),

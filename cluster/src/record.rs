@@ -145,9 +145,17 @@ impl Record {
 
     /// Goes on with what is left of `earlier`: rounds that it has played whole stay, one that it had begun is played anew.
     pub fn resume(self, mut earlier: Self) -> Result<Self> {
+        let without_points = |of: &Experiment| Experiment { points: Vec::new(), ..of.clone() };
         ensure!(
-            earlier.experiment == self.experiment,
+            without_points(&earlier.experiment) == without_points(&self.experiment),
             "what was broken off is another experiment, or its file has changed since: run it without --resume"
+        );
+        // Others may follow those that were begun; whether these have the same settings is seen when they are played.
+        let begun: Vec<&str> = earlier.points.iter().map(|point| point.label.as_str()).collect();
+        ensure!(
+            self.experiment.labels().starts_with(&begun),
+            "the file does not begin with the points that were begun ({}): run it without --resume",
+            begun.join(", ")
         );
         let arms = self.experiment.arms.len().max(1);
         for point in &mut earlier.points {
@@ -161,6 +169,7 @@ impl Record {
         if earlier.points.is_empty() {
             return Ok(self);
         }
+        earlier.experiment = self.experiment;
         earlier.resumed.push(Resumed {
             after_runs: earlier.points.iter().map(|point| point.runs.len()).sum(),
             command: self.command,
@@ -230,6 +239,7 @@ impl Machine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::Point;
 
     fn record(runs: &[(u32, Arm)]) -> Record {
         let run = |&(round, arm): &(u32, Arm)| RunRecord {
@@ -251,8 +261,8 @@ mod tests {
             block_time_s: None,
             runs: runs.iter().map(run).collect(),
         };
-        let experiment =
-            "name = \"a\"\nquestion = \"b\"\nrounds = 2\narms = [\"chain\", \"best-star\"]";
+        let experiment = "name = \"a\"\nquestion = \"b\"\nrounds = 2\narms = [\"chain\", \"best-star\"]\n\
+             [[point]]\nlabel = \"whole\"\n[[point]]\nlabel = \"begun\"";
         Record {
             schema: SCHEMA,
             experiment: toml::from_str(experiment).unwrap(),
@@ -283,8 +293,19 @@ mod tests {
         assert!(resumed.is_played_on("other".into(), "2".into(), Machine::this()).is_err());
         let nothing = now.clone().resume(record(&runs[1..])).unwrap();
         assert_eq!((nothing.command.as_str(), nothing.resumed.len()), ("second", 0));
-        now.experiment.rounds = 3;
-        assert!(now.resume(record(&runs)).is_err());
+        let refused = |change: fn(&mut Experiment)| {
+            let mut changed = now.clone();
+            change(&mut changed.experiment);
+            changed.resume(record(&runs)).unwrap_err().to_string()
+        };
+        assert!(refused(|experiment| experiment.rounds = 3).contains("another experiment"));
+        assert!(refused(|experiment| experiment.points.swap(0, 1)).contains("whole, begun"));
+        assert!(refused(|experiment| experiment.points.truncate(1)).contains("whole, begun"));
+        let mut longer = now.clone();
+        let last = longer.experiment.points[1].clone();
+        longer.experiment.points.push(Point { label: "more".into(), ..last });
+        let resumed = longer.clone().resume(record(&runs)).unwrap();
+        assert_eq!(resumed.experiment, longer.experiment);
     }
 
     #[test]

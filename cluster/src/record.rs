@@ -34,7 +34,7 @@ pub struct Record {
     pub commit: Option<String>,
     /// The machine that is the first host, and where all hosts are this machine the only one.
     pub machine: Machine,
-    /// How links are made.
+    /// How links are made and, on this machine, what kind of file system the data lies on.
     pub links: Value,
     /// Who went on with it after it had been broken off.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -150,13 +150,6 @@ impl Record {
             without_points(&earlier.experiment) == without_points(&self.experiment),
             "what was broken off is another experiment, or its file has changed since: run it without --resume"
         );
-        // Others may follow those that were begun; whether these have the same settings is seen when they are played.
-        let begun: Vec<&str> = earlier.points.iter().map(|point| point.label.as_str()).collect();
-        ensure!(
-            self.experiment.labels().starts_with(&begun),
-            "the file does not begin with the points that were begun ({}): run it without --resume",
-            begun.join(", ")
-        );
         let arms = self.experiment.arms.len().max(1);
         for point in &mut earlier.points {
             let rounds = point.runs.chunks_exact(arms).zip(0..);
@@ -169,6 +162,13 @@ impl Record {
         if earlier.points.is_empty() {
             return Ok(self);
         }
+        // Others may follow those; whether these have the same settings is seen when they are played.
+        let kept: Vec<&str> = earlier.points.iter().map(|point| point.label.as_str()).collect();
+        ensure!(
+            self.experiment.labels().starts_with(&kept),
+            "the file does not begin with the points that were played ({}): run it without --resume",
+            kept.join(", ")
+        );
         earlier.experiment = self.experiment;
         earlier.resumed.push(Resumed {
             after_runs: earlier.points.iter().map(|point| point.runs.len()).sum(),
@@ -188,7 +188,7 @@ impl Record {
         };
         ensure!(
             self.links == links && self.machine == machine,
-            "it was begun on other hosts or links: run it without --resume"
+            "it was begun on other hosts, links or disks: run it without --resume"
         );
         resumed.program = program;
         Ok(())
@@ -299,8 +299,8 @@ mod tests {
             changed.resume(record(&runs)).unwrap_err().to_string()
         };
         assert!(refused(|experiment| experiment.rounds = 3).contains("another experiment"));
-        assert!(refused(|experiment| experiment.points.swap(0, 1)).contains("whole, begun"));
-        assert!(refused(|experiment| experiment.points.truncate(1)).contains("whole, begun"));
+        assert!(refused(|experiment| experiment.points.swap(0, 1)).contains("(whole)"));
+        assert!(refused(|experiment| experiment.points.clear()).contains("(whole)"));
         let mut longer = now.clone();
         let last = longer.experiment.points[1].clone();
         longer.experiment.points.push(Point { label: "more".into(), ..last });

@@ -182,7 +182,11 @@ impl Run {
                 true => (local_version(stop)?, Machine::this()),
                 false => first_host(&*hosts, stop)?,
             };
-            record.is_played_on(hosts.describe(), program, machine)?;
+            let mut links = hosts.describe();
+            if hosts.is_here() {
+                links["disk"] = filesystem(&local, stop)?.into();
+            }
+            record.is_played_on(links, program, machine)?;
             let begun = record.points.get(before).map_or_else(Vec::new, |point| point.runs.clone());
             // After every run: a long experiment that fails late has shown something.
             let mut told = |point: &PointRecord| {
@@ -230,6 +234,14 @@ fn local_version(stop: &Stop) -> Result<String> {
         format!("{}: cargo build --release, or set RAPIDRAID", program.display())
     })?;
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// What kind of file system the daemons' data lies on, such as `ext2/ext3` or `tmpfs`.
+fn filesystem(folder: &Path, stop: &Stop) -> Result<String> {
+    let mut stat = std::process::Command::new("stat");
+    stat.args(["-f", "-c", "%T"]).arg(folder);
+    let said = checked(stop, stat, ASK_LIMIT, || Ok(()))?;
+    Ok(String::from_utf8_lossy(&said).trim().to_owned())
 }
 
 /// The program and the machine of the first host.

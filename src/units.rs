@@ -13,10 +13,17 @@ pub const BLOCK_ALIGN_BYTES: u64 = 128;
 pub const DEFAULT_BLOCK_BYTES: u64 = 64 * MIB;
 /// The longest block that a cluster can be configured for; it bounds every record and message.
 pub const MAX_BLOCK_BYTES: u64 = 128 * MIB;
+/// What [`is_block_length`] takes, for errors.
+pub const BLOCK_LENGTHS: &str = "a multiple of 64KiB between \"64KiB\" and \"128MiB\"";
 /// 2^10 bytes.
 pub const KIB: u64 = 1 << 10;
 /// 2^20 bytes.
 pub const MIB: u64 = 1 << 20;
+
+/// Whether a cluster can be configured for full blocks of `bytes`.
+pub fn is_block_length(bytes: u64) -> bool {
+    bytes.is_multiple_of(GRAIN_BYTES) && (GRAIN_BYTES..=MAX_BLOCK_BYTES).contains(&bytes)
+}
 
 /// How many grains `bytes` take; the last may be partial.
 pub const fn grains(bytes: u64) -> u64 {

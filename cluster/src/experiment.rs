@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use rapidraid::units::{ByteCount, GRAIN_BYTES, MAX_BLOCK_BYTES};
+use rapidraid::units::{BLOCK_LENGTHS, ByteCount, is_block_length};
 use serde::{Deserialize, Serialize};
 
 use crate::arm::{Arm, Kind};
@@ -294,10 +294,8 @@ impl Experiment {
             );
             let bytes = conditions.block_bytes;
             ensure!(
-                bytes.is_multiple_of(GRAIN_BYTES)
-                    && (GRAIN_BYTES..=MAX_BLOCK_BYTES).contains(&bytes)
-                    || self.arms.iter().all(is_transfer),
-                "at the point {label:?}: a block of {bytes} bytes: daemons take a multiple of 64KiB, up to 128MiB"
+                is_block_length(bytes) || self.arms.iter().all(is_transfer),
+                "at the point {label:?}: a block of {bytes} bytes: expected {BLOCK_LENGTHS}"
             );
             let most = self.arms.iter().map(|arm| arm.missing()).max().unwrap_or(0);
             let spare = (conditions.n - conditions.k) as usize;

@@ -34,7 +34,7 @@ pub struct Record {
     pub commit: Option<String>,
     /// The machine that is the first host, and where all hosts are this machine the only one.
     pub machine: Machine,
-    /// How links are made and, on this machine, what kind of file system the data lies on.
+    /// How links are made.
     pub links: Value,
     /// Who went on with it after it had been broken off.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -70,6 +70,9 @@ pub struct Machine {
     pub kernel: String,
     /// Its memory.
     pub memory_bytes: u64,
+    /// The kind of file system that the data lies on, such as `ext2/ext3` or `tmpfs`; empty where nobody asked.
+    #[serde(default)]
+    pub disk: String,
 }
 
 /// The runs at one point.
@@ -232,6 +235,7 @@ impl Machine {
             processors: number("processors").unwrap_or(0) as usize,
             kernel: field("kernel").to_owned(),
             memory_bytes: number("MemTotal").unwrap_or(0) << 10,
+            disk: String::new(),
         }
     }
 }
@@ -291,6 +295,8 @@ mod tests {
         resumed.is_played_on(Value::Null, "2".into(), Machine::this()).unwrap();
         assert_eq!((resumed.program.as_str(), resumed.resumed[0].program.as_str()), ("1", "2"));
         assert!(resumed.is_played_on("other".into(), "2".into(), Machine::this()).is_err());
+        let on_tmpfs = Machine { disk: "tmpfs".into(), ..Machine::this() };
+        assert!(resumed.is_played_on(Value::Null, "2".into(), on_tmpfs).is_err());
         let nothing = now.clone().resume(record(&runs[1..])).unwrap();
         assert_eq!((nothing.command.as_str(), nothing.resumed.len()), ("second", 0));
         let refused = |change: fn(&mut Experiment)| {

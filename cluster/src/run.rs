@@ -178,15 +178,8 @@ impl Run {
             }
             bar.set_message(format!("{}: starting {} daemons", at.label, at.nodes));
             let (hosts, local) = self.bring_up(at)?;
-            let (program, machine) = match hosts.is_here() {
-                true => (local_version(stop)?, Machine::this()),
-                false => first_host(&*hosts, stop)?,
-            };
-            let mut links = hosts.describe();
-            if hosts.is_here() {
-                links["disk"] = filesystem(&local, stop)?.into();
-            }
-            record.is_played_on(links, program, machine)?;
+            let (program, machine) = first_host(&*hosts, stop)?;
+            record.is_played_on(hosts.describe(), program, machine)?;
             let begun = record.points.get(before).map_or_else(Vec::new, |point| point.runs.clone());
             // After every run: a long experiment that fails late has shown something.
             let mut told = |point: &PointRecord| {
@@ -236,22 +229,16 @@ fn local_version(stop: &Stop) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// What kind of file system the daemons' data lies on, such as `ext2/ext3` or `tmpfs`.
-fn filesystem(folder: &Path, stop: &Stop) -> Result<String> {
-    let mut stat = std::process::Command::new("stat");
-    stat.args(["-f", "-c", "%T"]).arg(folder);
-    let said = checked(stop, stat, ASK_LIMIT, || Ok(()))?;
-    Ok(String::from_utf8_lossy(&said).trim().to_owned())
-}
-
-/// The program and the machine of the first host.
+/// The program and the machine of the first host, with the disk that the data lies on.
 fn first_host(hosts: &dyn Hosts, stop: &Stop) -> Result<(String, Machine)> {
     let ask = |program: &str, arguments: &[&str]| {
         let said = checked(stop, hosts.command(0, program, arguments), ASK_LIMIT, || Ok(()))?;
         anyhow::Ok(String::from_utf8_lossy(&said).trim().to_owned())
     };
     let version = ask(hosts.program(), &["--version"])?;
-    Ok((version, Machine::parse(&ask("sh", &["-c", Machine::ASKED])?)))
+    let machine = Machine::parse(&ask("sh", &["-c", Machine::ASKED])?);
+    let disk = ask("stat", &["-f", "-c", "%T", &hosts.folder().to_string_lossy()])?;
+    Ok((version, Machine { disk, ..machine }))
 }
 
 /// The commit of the repository that `file` lies in, with `+` when its sources differ; `None` where git knows none.

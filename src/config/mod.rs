@@ -21,7 +21,7 @@ pub use policy::{Fate, Policy, Rule};
 pub use value::{CodeShape, Congestion, HostPort, LogFormat, LogLevel};
 
 use crate::id::{ClusterId, PeerName};
-use crate::units::{DEFAULT_BLOCK_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES, MIB};
+use crate::units::{BLOCK_LENGTHS, DEFAULT_BLOCK_BYTES, MIB, is_block_length};
 
 /// How long leases live where nothing else is configured. With the looks at what is left (`node::waits`) somebody goes on within ten seconds.
 pub const DEFAULT_LEASE: Duration = Duration::from_secs(7);
@@ -169,7 +169,6 @@ impl NodeConfig {
         let level = "error, warn, info, debug or trace";
         let codes =
             "1 to 8 codes as \"n,k\" with k < n <= 2k and n <= 32, such as [\"16,11\", \"6,4\"]";
-        let block = "a multiple of 64KiB between \"64KiB\" and \"128MiB\"";
         Ok(Self {
             membership: Membership::read(&layers, seeds)?,
             listen: layers
@@ -198,7 +197,9 @@ impl NodeConfig {
                 .get("code.list", codes, value::codes)?
                 .unwrap_or_else(|| CodeShape::DEFAULTS.to_vec()),
             block_bytes: layers
-                .get("code.block", block, |v| value::size(v).filter(|bytes| is_block(*bytes)))?
+                .get("code.block", BLOCK_LENGTHS, |v| {
+                    value::size(v).filter(|bytes| is_block_length(*bytes))
+                })?
                 .unwrap_or(DEFAULT_BLOCK_BYTES),
             congestion: congestion(&layers)?,
             timeouts: Timeouts { lease: seconds(&layers, "timeouts.lease_s", DEFAULT_LEASE)? },
@@ -235,10 +236,6 @@ impl ClientConfig {
         let user = folder.map(|folder| folder.join("rapidraid").join(FILE_NAME));
         [Some(PathBuf::from(FILE_NAME)), user].into_iter().flatten().collect()
     }
-}
-
-fn is_block(bytes: u64) -> bool {
-    bytes.is_multiple_of(GRAIN_BYTES) && (GRAIN_BYTES..=MAX_BLOCK_BYTES).contains(&bytes)
 }
 
 fn path(layers: &Layers<'_>, key: &'static str, name: &str) -> Result<PathBuf, ConfigError> {

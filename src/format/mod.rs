@@ -11,6 +11,7 @@ pub mod file;
 pub mod geometry;
 pub mod records;
 pub mod save_record;
+pub mod table;
 pub mod tree;
 
 use crate::kind::Kind;

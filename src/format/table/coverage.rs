@@ -1,0 +1,155 @@
+//! Whether boxes tile a shape: every element in exactly one of them.
+//!
+//! The function that counts, for each element, the boxes that hold it is fixed by its mixed differences, which are signed
+//! counts of the boxes' corners. So the boxes tile the shape exactly when, corner by corner, they differ from it by nothing.
+//! The first corner at which they differ, in row-major order, is the first element that is held twice or not at all.
+//!
+//! The corners are visited one dimension at a time: boxes that begin and boxes that end at the same index cancel out when
+//! they agree in all further dimensions. A grid cancels at once, whatever its number of dimensions.
+
+use super::error::{TableError, element_text, quoted};
+use super::limits::MAX_STEPS_PER_REGION;
+use super::{Form, Name, NameKind, Region, Table};
+
+/// A box: first index and size in each dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Area<'a> {
+    pub start: &'a [u64],
+    pub size: &'a [u64],
+}
+
+impl Area<'_> {
+    fn is_empty(&self) -> bool {
+        self.size.contains(&0)
+    }
+
+    /// What the box is in the dimensions from `dim` on.
+    fn rest(&self, dim: usize) -> (&[u64], &[u64]) {
+        (self.start.get(dim..).unwrap_or_default(), self.size.get(dim..).unwrap_or_default())
+    }
+}
+
+/// Why boxes do not tile a shape.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Defect {
+    /// The first element that is not held exactly once, and whether it is held more than once.
+    Element { index: Vec<u64>, is_overlap: bool },
+    /// Too many steps were needed.
+    Fragmented,
+}
+
+struct CornerWalk<'a> {
+    areas: Vec<Area<'a>>,
+    steps_left: usize,
+    index: Vec<u64>,
+}
+
+impl CornerWalk<'_> {
+    /// Finds the first corner in dimensions `dim` and above at which the weighted boxes of `list` do not cancel out.
+    fn first_defect(&mut self, dim: usize, list: &[(i64, usize)]) -> Result<(), Defect> {
+        self.steps_left = self.steps_left.checked_sub(list.len()).ok_or(Defect::Fragmented)?;
+        let dims = self.areas.first().map_or(0, |area| area.start.len());
+        if dim == dims {
+            let sum: i64 = list.iter().map(|(weight, _)| weight).sum();
+            if sum == 0 {
+                return Ok(());
+            }
+            return Err(Defect::Element { index: self.index.clone(), is_overlap: sum > 0 });
+        }
+        let mut corners = Vec::with_capacity(2 * list.len());
+        for (weight, at) in list {
+            let Some(area) = self.areas.get(*at) else { continue };
+            let (Some(start), Some(size)) = (area.start.get(dim), area.size.get(dim)) else {
+                continue;
+            };
+            corners.push((*start, *weight, *at));
+            corners.push((start + size, -weight, *at));
+        }
+        let rest = |at: &usize| self.areas.get(*at).map(|area| area.rest(dim + 1));
+        corners.sort_unstable_by(|(i, _, a), (j, _, b)| (i, rest(a)).cmp(&(j, rest(b))));
+        // The last group is left out: all groups together cancel, so it does when the others do.
+        let last = corners.last().map(|corner| corner.0);
+        let mut groups: Vec<(u64, Vec<(i64, usize)>)> = Vec::new();
+        for same in corners.chunk_by(|(i, _, a), (j, _, b)| (i, rest(a)) == (j, rest(b))) {
+            let sum = same.iter().map(|(_, weight, _)| weight).sum();
+            let Some((index, _, at)) = same.first().filter(|_| sum != 0) else { continue };
+            match groups.last_mut().filter(|(before, _)| before == index) {
+                Some((_, group)) => group.push((sum, *at)),
+                None => groups.push((*index, vec![(sum, *at)])),
+            }
+        }
+        for (index, group) in groups.into_iter().filter(|(index, _)| Some(*index) != last) {
+            self.index.push(index);
+            self.first_defect(dim + 1, &group)?;
+            self.index.pop();
+        }
+        Ok(())
+    }
+}
+
+/// Returns the first element of `whole` that is not in exactly one of `parts`. All parts lie inside it.
+pub(super) fn find_defect(whole: Area<'_>, parts: &[Area<'_>]) -> Result<(), Defect> {
+    if let [part] = parts
+        && *part == whole
+    {
+        return Ok(());
+    }
+    let all = parts.iter().chain([&whole]).filter(|area| !area.is_empty());
+    let areas: Vec<Area<'_>> = all.copied().collect();
+    let weight = |at: usize| if at + 1 == areas.len() && !whole.is_empty() { -1 } else { 1 };
+    let list: Vec<(i64, usize)> = (0..areas.len()).map(|at| (weight(at), at)).collect();
+    let steps_left = areas.len().saturating_add(1).saturating_mul(MAX_STEPS_PER_REGION);
+    CornerWalk { areas, steps_left, index: Vec::new() }.first_defect(0, &list)
+}
+
+fn check_name(name: &Name, regions: &[Region]) -> Result<(), TableError> {
+    let unknown = regions.iter().find(|region| matches!(region.form, Form::Unknown { .. }));
+    if let Some(region) = unknown {
+        let (name, form) = (quoted(name), quoted(&region.form));
+        return Err(TableError::UnknownForm { name, form });
+    }
+    if name.kind != NameKind::Tensor {
+        // Its one form is `whole`, and no form is there twice.
+        let element = format!("its {}", name.kind);
+        return match regions {
+            [] => Err(TableError::Gap { name: quoted(name), element }),
+            _ => Ok(()),
+        };
+    }
+    let zeros = vec![0; name.shape.len()];
+    let whole = Area { start: &zeros, size: &name.shape };
+    let mut parts = Vec::with_capacity(regions.len());
+    for region in regions {
+        parts.push(match &region.form {
+            Form::Box { start, size } => Area { start, size },
+            _ => whole,
+        });
+    }
+    match find_defect(whole, &parts) {
+        Ok(()) => Ok(()),
+        Err(Defect::Fragmented) => Err(TableError::Fragmented { name: quoted(name) }),
+        Err(Defect::Element { index, is_overlap }) => {
+            let (name, element) = (quoted(name), element_text(&index));
+            Err(if is_overlap {
+                TableError::Overlap { name, element }
+            } else {
+                TableError::Gap { name, element }
+            })
+        }
+    }
+}
+
+impl Table {
+    /// Checks that the regions of every name hold each of its elements exactly once. Returns the first name that has an
+    /// element twice or not at all, or a region whose form this release does not know.
+    pub fn check_coverage(&self) -> Result<(), TableError> {
+        let mut rest: &[Region] = &self.regions;
+        for (row, name) in (0u32..).zip(&self.names) {
+            let count = rest.iter().take_while(|region| region.name == row).count();
+            let (regions, behind) = rest.split_at_checked(count).unwrap_or_default();
+            check_name(name, regions)?;
+            rest = behind;
+        }
+        Ok(())
+    }
+}

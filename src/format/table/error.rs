@@ -1,0 +1,304 @@
+//! Why bytes are no table, or rows make none.
+
+use std::fmt;
+
+use super::limits::MAX_QUOTED_CHARS;
+use super::path::PathError;
+use crate::kind::Kind;
+
+/// The three sorts of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Section {
+    /// Names.
+    Names,
+    /// Regions.
+    Regions,
+    /// Extents.
+    Extents,
+}
+
+impl fmt::Display for Section {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Names => "names",
+            Self::Regions => "regions",
+            Self::Extents => "extents",
+        })
+    }
+}
+
+/// A part of a table's bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// All of it.
+    Table,
+    /// The footer.
+    Footer,
+    /// The directory.
+    Directory,
+    /// One block, counted from 0 in its section.
+    Block(Section, usize),
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Table => f.write_str("the table"),
+            Self::Footer => f.write_str("the table's footer"),
+            Self::Directory => f.write_str("the table's directory"),
+            Self::Block(section, number) => write!(f, "block {number} of the table's {section}"),
+        }
+    }
+}
+
+/// Why bytes are no table, or rows make none.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TableError {
+    /// The footer's first bytes are not those of the format.
+    #[error("no table ends here (its magic bytes are missing): it is damaged, or not one of ours")]
+    Magic,
+    /// There are fewer or more bytes than the lengths inside say.
+    #[error("{part} has {found_bytes} bytes, {expected_bytes} expected: use another copy")]
+    Length {
+        /// The part that was read.
+        part: Part,
+        /// The length that it should have.
+        expected_bytes: u64,
+        /// The length that it has.
+        found_bytes: u64,
+    },
+    /// The checksum does not fit the bytes.
+    #[error("{part} fails its checksum: use another copy")]
+    Checksum {
+        /// The part that was read.
+        part: Part,
+    },
+    /// The checksum fits, the bytes do not decode: their writer was faulty.
+    #[error("{part} does not decode ({why}): use another copy")]
+    Malformed {
+        /// The part that was read.
+        part: Part,
+        /// The rule that is broken.
+        why: &'static str,
+    },
+    /// The bytes decode, and their rows break a rule: their writer was faulty.
+    #[error("the table is whole and its rows contradict each other ({0}): use another copy")]
+    Contradiction(Box<TableError>),
+    /// Whole and unharmed, but of a version that this release does not read.
+    #[error("the table is of version {found}; this release reads version {newest}: upgrade it")]
+    Version {
+        /// The version found.
+        found: u32,
+        /// The newest version that can be read.
+        newest: u32,
+    },
+    /// Whole and unharmed, but with flags that this release does not know.
+    #[error("the table has flags {flags:#x} that this release does not know: upgrade it")]
+    Flags {
+        /// The flags that are not known.
+        flags: u32,
+    },
+    /// The source of the bytes failed.
+    #[error("{part} cannot be read ({why}): try again, or use another copy")]
+    Read {
+        /// The part that was to be read.
+        part: Part,
+        /// The words of the source.
+        why: String,
+    },
+    /// There are more rows than a table may have.
+    #[error("{count} {section} are over the limit of {limit} for one table: split the save")]
+    TooMany {
+        /// The sort of rows.
+        section: Section,
+        /// Their number.
+        count: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// A part would be longer than the format allows.
+    #[error("{part} would have {bytes} bytes, over the limit of {limit_bytes}: split the save")]
+    TooLong {
+        /// The part.
+        part: Part,
+        /// Its length.
+        bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// A path is not valid.
+    #[error(transparent)]
+    Path(#[from] PathError),
+    /// A name's properties do not fit each other or the limits.
+    #[error("{name}: {why}")]
+    Name {
+        /// The name.
+        name: String,
+        /// The rule that is broken, and what to do.
+        why: &'static str,
+    },
+    /// A name was given twice.
+    #[error("{name} is given twice: give each name of a space once")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+    /// A region does not fit its name.
+    #[error("{name}: its region {form} {why}")]
+    Region {
+        /// The name.
+        name: String,
+        /// The region's form.
+        form: String,
+        /// The rule that is broken, and what to do.
+        why: &'static str,
+    },
+    /// A name has two regions of the same form.
+    #[error("{name}: its region {form} is given twice: let one owner save it")]
+    DuplicateRegion {
+        /// The name.
+        name: String,
+        /// The form.
+        form: String,
+    },
+    /// An extent has another length than its region.
+    #[error(
+        "{name}: its region {form} takes {expected_bytes} bytes and its extent has {found_bytes}"
+    )]
+    RegionLength {
+        /// The name.
+        name: String,
+        /// The region's form.
+        form: String,
+        /// The length that form and element type give.
+        expected_bytes: u64,
+        /// The length of the extent.
+        found_bytes: u64,
+    },
+    /// A row names another row that is not there.
+    #[error("a region names row {row} of {rows} {section}: give it a row that was added before")]
+    Row {
+        /// The sort of rows.
+        section: Section,
+        /// The row named.
+        row: u32,
+        /// How many there are.
+        rows: usize,
+    },
+    /// An extent lies where none may.
+    #[error("the extent at {offset_bytes} of shard {shard}, {len_bytes} bytes long, {why}")]
+    Extent {
+        /// The shard.
+        shard: u32,
+        /// Where it begins.
+        offset_bytes: u64,
+        /// Its length.
+        len_bytes: u64,
+        /// The rule that is broken.
+        why: &'static str,
+    },
+    /// An element is held by two regions.
+    #[error("{name}: {element} is held by two regions or more: let one owner save it")]
+    Overlap {
+        /// The name.
+        name: String,
+        /// The first such element in row-major order.
+        element: String,
+    },
+    /// An element is held by no region.
+    #[error("{name}: {element} is held by no region: save all ranks that hold a part of it")]
+    Gap {
+        /// The name.
+        name: String,
+        /// The first such element in row-major order.
+        element: String,
+    },
+    /// A region has a form that this release does not know.
+    #[error("{name}: its region {form} is of a form that this release does not read: upgrade it")]
+    UnknownForm {
+        /// The name.
+        name: String,
+        /// The form.
+        form: String,
+    },
+    /// The regions are cut in so many dimensions at once that they are not compared.
+    #[error(
+        "{name}: its regions are cut in too many dimensions at once to be checked: cut it in fewer"
+    )]
+    Fragmented {
+        /// The name.
+        name: String,
+    },
+    /// Two tables describe one name differently.
+    #[error(
+        "{name}: its {what} is {first} in table {first_table} and {second} in table {second_table}: \
+        save one model, or keep what differs private to its rank"
+    )]
+    Disagreement {
+        /// The name.
+        name: String,
+        /// The property that differs.
+        what: &'static str,
+        /// The first table, counted from 0 in the order of the merge.
+        first_table: usize,
+        /// Its property.
+        first: String,
+        /// The second table.
+        second_table: usize,
+        /// Its property.
+        second: String,
+    },
+    /// Extents with and without hashes do not go into one table.
+    #[error("some extents have a hash and others have none: give all of them one, or none")]
+    MixedHashes,
+}
+
+impl TableError {
+    /// Returns the kind of this failure. A version too new is not corruption: those bytes must be kept.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Magic
+            | Self::Length { .. }
+            | Self::Checksum { .. }
+            | Self::Malformed { .. }
+            | Self::Contradiction(_) => Kind::Corrupt,
+            Self::Read { .. } => Kind::Io,
+            Self::Path(error) => error.kind(),
+            Self::Version { .. }
+            | Self::Flags { .. }
+            | Self::TooMany { .. }
+            | Self::TooLong { .. }
+            | Self::Name { .. }
+            | Self::DuplicateName { .. }
+            | Self::Region { .. }
+            | Self::DuplicateRegion { .. }
+            | Self::RegionLength { .. }
+            | Self::Row { .. }
+            | Self::Extent { .. }
+            | Self::Overlap { .. }
+            | Self::Gap { .. }
+            | Self::UnknownForm { .. }
+            | Self::Fragmented { .. }
+            | Self::Disagreement { .. }
+            | Self::MixedHashes => Kind::Invalid,
+        }
+    }
+}
+
+/// Returns `value` as text, cut to what an error may quote.
+pub(super) fn quoted(value: &dyn fmt::Display) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(MAX_QUOTED_CHARS) {
+        Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
+        None => text,
+    }
+}
+
+/// Returns the words for one element of a tensor.
+pub(super) fn element_text(index: &[u64]) -> String {
+    match index {
+        [] => "its value".to_owned(),
+        index => quoted(&format_args!("element {index:?}")),
+    }
+}

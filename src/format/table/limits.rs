@@ -1,0 +1,37 @@
+//! The limits of a table. Each bounds memory or work before a byte is believed (docs/limits.md).
+
+/// The most names of one table.
+pub const MAX_NAMES: usize = 1 << 24;
+/// The most regions of one table.
+pub const MAX_REGIONS: usize = 1 << 24;
+/// The most extents of one table.
+pub const MAX_EXTENTS: usize = 1 << 24;
+/// The longest table, footer included.
+pub const MAX_TABLE_BYTES: u64 = 1 << 32;
+/// The longest directory. 768 full blocks with paths of 4 KiB take a quarter of it.
+pub const MAX_DIRECTORY_BYTES: usize = 4 << 20;
+/// The most rows of one block.
+pub const MAX_BLOCK_ROWS: usize = 65_536;
+/// The longest block that is read.
+pub const MAX_TABLE_BLOCK_BYTES: usize = 16 << 20;
+/// A writer ends a block when it reaches this length, so that one more row keeps it below the limit of readers.
+pub const FULL_BLOCK_BYTES: usize = 8 << 20;
+/// The longest encoded path.
+pub const MAX_PATH_BYTES: usize = 4096;
+/// The most keys of one path.
+pub const MAX_PATH_KEYS: usize = 64;
+/// The longest text form of a path: a control character takes one byte encoded and six as text.
+pub const MAX_PATH_TEXT_BYTES: usize = 6 * MAX_PATH_BYTES;
+/// The longest name of an element type.
+pub const MAX_ELEMENT_NAME_BYTES: usize = 64;
+/// The most dimensions of a tensor.
+pub const MAX_DIMS: usize = 64;
+/// The longest content of a form that this release does not know.
+pub const MAX_FORM_BYTES: usize = 1 << 20;
+/// Steps of a coverage check for each region. Ten dimensions can be cut at once before it gives up.
+pub const MAX_STEPS_PER_REGION: usize = 1024;
+/// Characters of a name or a form that an error quotes.
+pub const MAX_QUOTED_CHARS: usize = 200;
+
+/// Every extent begins at a multiple of this.
+pub const EXTENT_ALIGN_BYTES: u64 = 64;

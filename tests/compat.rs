@@ -11,6 +11,8 @@ mod fixture;
 mod messages;
 #[path = "compat/records.rs"]
 mod records;
+#[path = "compat/tables.rs"]
+mod tables;
 
 use std::collections::BTreeSet;
 
@@ -56,6 +58,17 @@ fn a_record_that_lies_under_a_right_checksum_does_no_harm() {
             }
         }
     }
+}
+
+#[test]
+fn tables() {
+    let cases: Vec<Case> = tables::cases().into_iter().chain(tables::paths()).collect();
+    hold("format/v1/tables.txt", &cases);
+}
+
+#[test]
+fn a_damaged_table_is_refused() {
+    damage(&tables::cases(), true);
 }
 
 #[test]

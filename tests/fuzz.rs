@@ -21,6 +21,8 @@ mod mutate;
 mod orders;
 #[path = "fuzz/records.rs"]
 mod records;
+#[path = "fuzz/tables.rs"]
+mod tables;
 #[path = "fuzz/target.rs"]
 mod target;
 #[path = "fuzz/text.rs"]
@@ -59,6 +61,8 @@ targets![
     records::folders,
     files::files,
     files::tails,
+    tables::tables,
+    tables::table_columns,
     text::names,
     text::configurations,
     text::code_reports,

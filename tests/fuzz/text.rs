@@ -12,6 +12,7 @@ use rapidraid::cli::words::{AnyStep, ByteRange, ExactStep, NewNode, Setting, Sha
 use rapidraid::code::{Code, CodeId, show, table};
 use rapidraid::config::{ClientConfig, HostPort, NodeConfig, Sources};
 use rapidraid::format::file::FileName;
+use rapidraid::format::table::Path as NamePath;
 use rapidraid::id::{
     Attempt, ClusterId, Job, LeaseId, MapId, PeerName, SaveId, ShardId, ShardName, Step,
 };
@@ -95,6 +96,15 @@ const NAMES: &[Law] = &[
     (word::<Shape>, &["16,11", "16, 11"]),
     (word::<NewNode>, &["n1=[::1]:7440,north/r7", "n1=h:1"]),
     (word::<Setting>, &["memory=512MiB"]),
+    (
+        name::<NamePath>,
+        &[
+            "model/layers.0.weight",
+            "optim/state{-7}/exp_avg",
+            "data/files[3]",
+            "\"a/b\"/\"\"/\"\\u0000\\n\"",
+        ],
+    ),
     (keys, &["c/gpt/00000000000000001000", "a/gpt/00000000000000001000"]),
 ];
 
@@ -104,7 +114,11 @@ pub fn names() -> Target {
         texts.iter().map(move |text| [&[kind], text.as_bytes()].concat()).collect::<Vec<_>>()
     };
     let corpus = (0u8..).zip(NAMES).flat_map(of).collect();
-    let words: [&[u8]; 16] = [
+    let words: [&[u8]; 20] = [
+        b"\"",
+        b"\\u00",
+        b"{",
+        b"}",
         b"/",
         b"..",
         b".",

@@ -153,3 +153,24 @@ impl Table {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_check_gives_up_after_its_steps() {
+        let (zeros, size) = ([0, 0], [4, 4]);
+        let whole = Area { start: &zeros, size: &size };
+        let (half, low, high) = ([2, 4], [0, 0], [2, 0]);
+        let areas =
+            vec![Area { start: &low, size: &half }, Area { start: &high, size: &half }, whole];
+        let list = [(1, 0), (1, 1), (-1, 2)];
+        let walk = |steps_left| {
+            CornerWalk { areas: areas.clone(), steps_left, index: Vec::new() }
+                .first_defect(0, &list)
+        };
+        assert_eq!(walk(2), Err(Defect::Fragmented));
+        assert_eq!(walk(100), Ok(()));
+    }
+}

@@ -31,16 +31,16 @@ use super::path::Path;
 pub const FOOTER_BYTES: usize = 64;
 
 const MAGIC: [u8; 4] = *b"rRdX";
-const VERSION: u32 = 1;
+const FOOTER_VERSION: u32 = 1;
 const HAS_HASHES: u32 = 1;
 /// What the footer's own checksum covers.
 const SEALED_BYTES: usize = 52;
-pub(super) const SUM_BYTES: usize = 16;
+pub(super) const CHECKSUM_BYTES: usize = 16;
 
 /// The first 16 bytes of BLAKE3.
-pub(super) fn checksum(bytes: &[u8]) -> [u8; SUM_BYTES] {
-    let mut out = [0; SUM_BYTES];
-    out.copy_from_slice(&blake3::hash(bytes).as_bytes()[..SUM_BYTES]);
+pub(super) fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
+    let mut out = [0; CHECKSUM_BYTES];
+    out.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES]);
     out
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Footer {
     pub names: u32,
     pub regions: u32,
     pub extents: u32,
-    pub directory_sum: [u8; SUM_BYTES],
+    pub directory_sum: [u8; CHECKSUM_BYTES],
 }
 
 impl Footer {
@@ -61,7 +61,7 @@ impl Footer {
         let flags = if self.has_hashes { HAS_HASHES } else { 0 };
         let mut bytes = Vec::with_capacity(FOOTER_BYTES);
         bytes.extend(MAGIC);
-        for number in [VERSION, flags, self.directory_bytes] {
+        for number in [FOOTER_VERSION, flags, self.directory_bytes] {
             bytes.extend(number.to_le_bytes());
         }
         bytes.extend(self.table_bytes.to_le_bytes());
@@ -98,8 +98,8 @@ impl Footer {
         if found == 0 {
             return Err(malformed(Malformed("there is no version 0")));
         }
-        if found > VERSION {
-            return Err(TableError::Version { found, newest: VERSION });
+        if found > FOOTER_VERSION {
+            return Err(TableError::Version { found, newest: FOOTER_VERSION });
         }
         if flags & !HAS_HASHES != 0 {
             return Err(TableError::Flags { flags: flags & !HAS_HASHES });
@@ -159,7 +159,7 @@ pub(super) struct Block<F> {
     pub len_bytes: usize,
     pub first_row: usize,
     pub rows: usize,
-    pub sum: [u8; SUM_BYTES],
+    pub sum: [u8; CHECKSUM_BYTES],
     /// What the block begins with.
     pub first: F,
 }
@@ -197,7 +197,7 @@ fn read_blocks<F>(
     rows: u32,
     mut read_first: impl FnMut(&mut Column<'_>) -> Decoded<F>,
 ) -> Decoded<(Vec<Block<F>>, u64)> {
-    let count = column.number_to(column.0.len() / (2 + SUM_BYTES))?;
+    let count = column.number_to(column.0.len() / (2 + CHECKSUM_BYTES))?;
     let (mut blocks, mut first_row) = (Vec::with_capacity(count), 0);
     for _ in 0..count {
         let rows = column.number_to(MAX_BLOCK_ROWS)?;

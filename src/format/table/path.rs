@@ -21,7 +21,7 @@ const INTEGER: u8 = 2;
 const POSITION: u8 = 3;
 /// Follows a NUL that belongs to a text.
 const ESCAPE: u8 = 0xff;
-const SIGN: u64 = 1 << 63;
+const SIGN_BIT: u64 = 1 << 63;
 
 /// One step into a nested structure. Integer key 0, text key "0" and list position 0 are three different keys.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -127,7 +127,7 @@ fn split_key(bytes: &[u8]) -> Option<(KeyRef<'_>, &[u8])> {
         }
         INTEGER => {
             let (number, rest) = rest.split_first_chunk()?;
-            Some((KeyRef::Integer((u64::from_be_bytes(*number) ^ SIGN) as i64), rest))
+            Some((KeyRef::Integer((u64::from_be_bytes(*number) ^ SIGN_BIT) as i64), rest))
         }
         POSITION => {
             let (number, rest) = rest.split_first_chunk()?;
@@ -151,7 +151,7 @@ fn put_key(out: &mut Vec<u8>, key: &Key) {
         }
         Key::Integer(number) => {
             out.push(INTEGER);
-            out.extend((*number as u64 ^ SIGN).to_be_bytes());
+            out.extend((*number as u64 ^ SIGN_BIT).to_be_bytes());
         }
         Key::Position(number) => {
             out.push(POSITION);

@@ -97,6 +97,7 @@ fn unquote(quoted: &str) -> Option<(String, &str)> {
                 }
                 _ => return None,
             }),
+            c if c.is_control() => return None,
             c => out.push(c),
         }
     }

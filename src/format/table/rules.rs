@@ -1,5 +1,7 @@
 //! The rules that the rows of a table keep, whether a builder sorted them or a parser read them.
 
+use std::cmp::Ordering;
+
 use super::error::{Section, TableError, quoted};
 use super::limits::{
     EXTENT_ALIGN_BYTES, MAX_DIMS, MAX_ELEMENT_NAME_BYTES, MAX_EXTENTS, MAX_FORM_BYTES, MAX_NAMES,
@@ -119,12 +121,28 @@ pub(super) fn check_extent(before: Option<&Extent>, extent: &Extent) -> Result<(
     Ok(())
 }
 
-/// Checks the order of two neighbouring regions.
+/// Checks that a name comes behind the one before it. A builder sorts, so there only a name that is given twice fails.
+fn check_name_order(before: &Name, name: &Name) -> Result<(), TableError> {
+    match (before.space, &before.path).cmp(&(name.space, &name.path)) {
+        Ordering::Less => Ok(()),
+        Ordering::Equal => Err(TableError::DuplicateName { name: quoted(name) }),
+        Ordering::Greater => {
+            Err(TableError::Name { name: quoted(name), why: "it is not in order" })
+        }
+    }
+}
+
+/// Checks that a region comes behind the one before it, likewise.
 fn check_region_order(before: &Region, region: &Region, name: &Name) -> Result<(), TableError> {
-    if (before.name, &before.form) < (region.name, &region.form) {
+    let order = (before.name, &before.form).cmp(&(region.name, &region.form));
+    if order == Ordering::Less {
         return Ok(());
     }
-    Err(TableError::DuplicateRegion { name: quoted(name), form: quoted(&region.form) })
+    let (name, form) = (quoted(name), quoted(&region.form));
+    Err(match order {
+        Ordering::Equal => TableError::DuplicateRegion { name, form },
+        _ => TableError::Region { name, form, why: "is not in order" },
+    })
 }
 
 impl Table {
@@ -137,9 +155,8 @@ impl Table {
         check_counts(names.len(), regions.len(), extents.len())?;
         for (at, name) in names.iter().enumerate() {
             check_name(name)?;
-            let before = at.checked_sub(1).and_then(|at| names.get(at));
-            if before.is_some_and(|b| (b.space, &b.path) >= (name.space, &name.path)) {
-                return Err(TableError::DuplicateName { name: quoted(name) });
+            if let Some(before) = at.checked_sub(1).and_then(|at| names.get(at)) {
+                check_name_order(before, name)?;
             }
         }
         for (at, extent) in extents.iter().enumerate() {

@@ -1,5 +1,6 @@
 //! Tests of the table as a whole: round trips and damage. The other parts are below.
 
+mod blocks;
 mod hostile;
 mod reference;
 mod rows;

@@ -213,6 +213,61 @@ fn rows_that_contradict_each_other_are_refused() {
     refused("bytes and plain values", |parts| parts.names[0].1[2][1] = 1);
 }
 
+/// The reader sees one block of each sort. What contradicts the directory or the rows of another block is refused there too.
+#[test]
+fn the_reader_refuses_what_contradicts_the_blocks_that_it_reads() {
+    let find = |change: &dyn Fn(&mut Parts)| {
+        let mut parts = Parts::good();
+        change(&mut parts);
+        let bytes = parts.bytes();
+        let reader = TableReader::open(bytes.as_slice(), bytes.len() as u64).unwrap();
+        reader.find(Space::Shared, &"b".parse().unwrap())
+    };
+    assert_eq!(find(&|_| ()).unwrap().unwrap().row, 1);
+    let refused = |expected: &str, change: &dyn Fn(&mut Parts)| {
+        let error = find(change).unwrap_err();
+        assert_eq!(error.kind(), Kind::Corrupt, "{error}");
+        assert!(error.to_string().contains(expected), "{error}, expected: {expected}");
+    };
+    refused("begins with another name", &|parts| {
+        parts.names[0].2 = (Space::Shared, "A".parse().unwrap());
+    });
+    refused("regions of other names", &|parts| parts.regions[0].2 = (0, 5));
+    refused("row 2 of 2 extents", &|parts| parts.regions[0].1[3] = vec![0, 2]);
+    refused("takes 8 bytes and its extent has 9", &|parts| parts.extents[0].1[3] = vec![8, 9]);
+    refused("given twice or out of order", &|parts| parts.extents[0].1[3] = vec![0, 0]);
+    refused("have no bits", &|parts| parts.names[0].1[2][3] = 0);
+    refused("regions are not in order", &|parts| {
+        let rows = (1, [vec![1], vec![0], vec![], vec![0]], (1, 1));
+        parts.regions = vec![rows.clone(), rows];
+    });
+    // A block that goes on behind the begin of the next one.
+    let mut parts = Parts::good();
+    parts.names.push(parts.names[0].clone());
+    parts.names[0].1[1] = b"\0\x03\x01a\0\x01\x02c\0".to_vec();
+    parts.names[1].1[1] = b"\0\x03\x01b\0\x01\x02d\0".to_vec();
+    parts.names[1].2.1 = "b".parse().unwrap();
+    parts.counts[0] = 4;
+    let bytes = parts.bytes();
+    let reader = TableReader::open(bytes.as_slice(), bytes.len() as u64).unwrap();
+    assert!(reader.name_block(0).unwrap_err().to_string().contains("not in order"));
+    assert!(why(&bytes).contains("b: it is not in order"));
+}
+
+#[test]
+fn rows_of_two_blocks_are_in_order() {
+    let two = |parts: &mut Parts, forms: [&[u8]; 2]| {
+        let row =
+            |form: &[u8]| (1, [vec![1], form[..1].to_vec(), form[1..].to_vec(), vec![0]], (1, 1));
+        parts.regions = forms.map(row).to_vec();
+        parts.extents[0].1[3] = vec![4, 8];
+    };
+    refused("box of [1] at [0] is given twice", |parts| two(parts, [&[1, 1, 0, 1], &[1, 1, 0, 1]]));
+    refused("box of [1] at [0] is not in order", |parts| {
+        two(parts, [&[1, 1, 1, 1], &[1, 1, 0, 1]]);
+    });
+}
+
 #[test]
 fn a_directory_that_does_not_fit_its_blocks_is_refused() {
     refused("another number of rows", |parts| parts.counts[1] = 3);

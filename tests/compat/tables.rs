@@ -1,7 +1,7 @@
 //! Tables of a checkpoint's shards, with all kinds, forms and spaces, and encoded paths.
 
 use rapidraid::format::table::{
-    ElementType, Extent, Form, Key, Name, NameKind, Path, Space, Table, TableBuilder,
+    ElementType, Extent, Form, Key, MergeInput, Name, NameKind, Path, Space, Table, TableBuilder,
 };
 
 use crate::fixture::Case;
@@ -89,6 +89,22 @@ pub fn varied(has_hashes: bool) -> Table {
     writer.builder.build().unwrap()
 }
 
+/// The index of two data shards. Each has a part of one tensor.
+fn merged() -> Table {
+    let mut writer = Writer { builder: TableBuilder::new(), has_hashes: false, end_bytes: 0 };
+    let split = tensor("model/split.weight", element("float32", 32), &[4, 2]);
+    writer.add(split.clone(), area(&[0, 0], &[1, 2]), 8);
+    let first = writer.builder.build().unwrap();
+    let mut writer = Writer { builder: TableBuilder::new(), has_hashes: false, end_bytes: 0 };
+    writer.add(split, area(&[1, 0], &[3, 2]), 24);
+    writer.add(tensor("model/bias", element("float32", 32), &[2]), Form::Whole, 8);
+    let second = writer.builder.build().unwrap();
+    let input = |table, shard| MergeInput { table, shard, base_offset_bytes: 0 };
+    let merged = Table::merge(&[input(&first, 0), input(&second, 1)]).unwrap();
+    merged.check_coverage().unwrap();
+    merged
+}
+
 fn table(name: &str, table: Table, block_rows: usize) -> Case {
     let bytes = table.to_bytes_in_blocks(block_rows).unwrap();
     let parse = move |bytes: &[u8]| match Table::parse(bytes) {
@@ -105,6 +121,7 @@ pub fn cases() -> Vec<Case> {
         table("index", varied(false), usize::MAX),
         table("index in blocks of three rows", varied(false), 3),
         table("table without rows", Table::default(), usize::MAX),
+        table("index of two data shards", merged(), usize::MAX),
     ]
 }
 

@@ -117,6 +117,22 @@ fn a_whole_tensor_is_one_run() {
 }
 
 #[test]
+fn dimensions_are_joined_where_they_can_be() {
+    let mut builder = TableBuilder::new();
+    let name = builder.add_name(tensor("a", &[4, 3, 5, 2]));
+    let all = builder.add_extent(extent(0, 4 * 120));
+    builder.add_region(name, Form::Whole, all);
+    let table = builder.build().unwrap();
+    let only = |form: Form| search(&table, name, &form).unwrap().remove(0);
+    // The last two dimensions make runs of 4 elements, the first two twelve of them.
+    let copy = only(area(&[0, 0, 1, 0], &[4, 3, 2, 2]));
+    let dims = vec![CopyDim { count: 12, from_stride: 40, to_stride: 16 }];
+    assert_eq!(copy, ExtentCopy { extent: 0, from_bytes: 8, to_bytes: 0, run_bytes: 16, dims });
+    assert_eq!(only(area(&[1, 0, 0, 0], &[2, 3, 5, 2])).dims, []);
+    assert_eq!(only(area(&[1, 1, 0, 1], &[2, 2, 5, 1])).dims.len(), 2);
+}
+
+#[test]
 fn the_reader_finds_what_the_table_has() {
     for block_rows in [1, 2, 100] {
         let table = varied(true);

@@ -337,21 +337,24 @@ fn a_later_version_is_not_corruption() {
 
 #[test]
 fn a_footer_with_lengths_that_cannot_be_is_refused() {
-    for (at, bytes) in [
-        (4, &[0; 4][..]),
-        (12, &[0xff; 4]),
-        (12, &[0, 1, 0, 0]),
-        (16, &[0xff; 8]),
-        (16, &[63, 0, 0, 0, 0, 0, 0, 0]),
-        (24, &[1, 0, 0, 1]),
-        (28, &[1, 0, 0, 1]),
-        (32, &[1, 0, 0, 1]),
-        (36, &[0; 16]),
+    let over = "a length is over its limit";
+    for (at, bytes, expected) in [
+        (4, &[0; 4][..], "no version 0"),
+        (12, &[0xff; 4], over),
+        // A directory that is longer than the table.
+        (12, &[0, 1, 0, 0], over),
+        (16, &[0xff; 8], over),
+        (16, &[63, 0, 0, 0, 0, 0, 0, 0], over),
+        (24, &[1, 0, 0, 1], over),
+        (28, &[1, 0, 0, 1], over),
+        (32, &[1, 0, 0, 1], over),
+        (36, &[0; 16], "the table's directory fails its checksum"),
     ] {
         let table = with_footer(at, bytes);
         let error = Table::parse(&table).unwrap_err();
         assert_eq!(error.kind(), Kind::Corrupt, "{at}: {error}");
-        assert!(TableReader::open(table.as_slice(), table.len() as u64).is_err());
+        assert!(error.to_string().contains(expected), "{at}: {error}");
+        assert_eq!(TableReader::open(table.as_slice(), table.len() as u64).unwrap_err(), error);
     }
 }
 

@@ -224,6 +224,11 @@ fn found(case: &Case, table: &Table) -> Outcome {
             for (copy, (_, runs)) in copies.iter().zip(&all) {
                 let bytes: u64 = runs.iter().map(|(_, _, len)| len).sum();
                 assert_eq!(copy.len_bytes(), bytes);
+                for dims in copy.dims.windows(2) {
+                    let [from, to] =
+                        [dims[1].from_stride, dims[1].to_stride].map(|s| s * dims[1].count);
+                    assert_ne!((dims[0].from_stride, dims[0].to_stride), (from, to), "{copy:?}");
+                }
             }
             // Extents are in the order of the boxes here.
             all.sort();

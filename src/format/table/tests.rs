@@ -73,9 +73,12 @@ pub(super) fn varied(has_hashes: bool) -> Table {
     for number in [2, 3, 4, 200] {
         builder.add_region(later, Form::Unknown { number, payload: vec![number; 3] }, some);
     }
-    let old =
-        Extent { source: 3, shard: 9, hash: has_hashes.then_some([1; 32]), ..extent(640, 16) };
-    let old = builder.add_extent(old);
+    // Other shards and sources begin at 0 again.
+    let hash = has_hashes.then_some([1; 32]);
+    let old = builder.add_extent(Extent { source: 3, shard: 9, hash, ..extent(640, 16) });
+    for (source, shard) in [(0, 4), (0, 5), (3, 10), (4, 1)] {
+        builder.add_extent(Extent { source, shard, hash, ..extent(0, 16) });
+    }
     builder.add_region(later, area(&[0, 0, 0], &[1, 1, 1]), old);
     builder.build().unwrap()
 }

@@ -1,4 +1,5 @@
-//! Tables of a checkpoint: as they are, where every change must be noticed, and with hostile columns under right checksums.
+//! Tables of a checkpoint: as they are, where every change must be noticed, and with hostile
+//! columns under right checksums.
 
 use std::collections::BTreeSet;
 
@@ -7,8 +8,8 @@ use rapidraid::format::table::{FOOTER_BYTES, Form, Table, TableReader, search};
 use crate::fixtures;
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, within};
 
-/// A row of names takes six bytes at least, and 80 with an empty shape and a shared type; a path expands to 33 times its
-/// bytes at most.
+/// A row of names takes six bytes at least, and 80 with an empty shape and a shared type; a path
+/// expands to 33 times its bytes at most.
 const MEMORY: Memory = Memory { base_bytes: 16 << 10, per_byte: 64 };
 
 /// Columns of a block of names, regions, extents.
@@ -47,7 +48,8 @@ fn take<'a>(bytes: &mut &'a [u8], len: usize) -> &'a [u8] {
     taken
 }
 
-/// The directory's sections, each with the first bytes of its blocks' entries: rows, length, what the block begins with.
+/// The directory's sections, each with the first bytes of its blocks' entries: rows, length, what
+/// the block begins with.
 fn entries(table: &[u8]) -> Vec<(usize, usize, usize)> {
     let footer = &table[table.len() - FOOTER_BYTES..];
     let directory = u32::from_le_bytes(footer[12..16].try_into().unwrap()) as usize;
@@ -92,11 +94,19 @@ fn columns_of(table: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A table made of an input: flags, then blocks of section (1 byte), rows (2) and columns, each of length (2) and bytes. Blocks of
-/// one section come together; the directory says of each block what it begins with; all checksums are right.
+/// A block, with its rows and its first key as the directory has them.
+struct Entry {
+    rows: u64,
+    first: Vec<u8>,
+    block: Vec<u8>,
+}
+
+/// A table made of an input: flags, then blocks of section (1 byte), rows (2) and columns, each of
+/// length (2) and bytes. Blocks of one section come together; the directory says of each block what
+/// it begins with; all checksums are right.
 fn table_of(mut input: &[u8]) -> Vec<u8> {
     let flags = take(&mut input, 1).first().map_or(0, |flags| flags & 1);
-    let mut sections: [Vec<(u64, Vec<u8>, Vec<u8>)>; 3] = Default::default();
+    let mut sections: [Vec<Entry>; 3] = Default::default();
     let mut last_name = 0;
     while let [section, low, high, rest @ ..] = input {
         input = rest;
@@ -130,13 +140,13 @@ fn table_of(mut input: &[u8]) -> Vec<u8> {
             }
             _ => {}
         }
-        sections[section].push((rows, first, [lengths, columns].concat()));
+        sections[section].push(Entry { rows, first, block: [lengths, columns].concat() });
     }
     let (mut table, mut directory) = (Vec::new(), Vec::new());
     let mut counts = [0u32; 3];
     for (blocks, count) in sections.iter().zip(&mut counts) {
         put_number(&mut directory, blocks.len() as u64);
-        for (rows, first, block) in blocks {
+        for Entry { rows, first, block } in blocks {
             put_number(&mut directory, *rows);
             put_number(&mut directory, block.len() as u64);
             directory.extend(first);

@@ -8,7 +8,7 @@
 //! extents   source delta | shard | gap | length | hash
 //! ```
 //!
-//! Readers check here all that can be checked in one block, its order included.
+//! Decoding checks all that one block can show, the order of its rows included.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -91,7 +91,8 @@ fn read_type(column: &mut Column<'_>) -> Decoded<(NameKind, ElementType)> {
     Ok((kind, element))
 }
 
-/// Encodes as many of `names` as fit into one block of at most `block_rows`. Returns their number and the block.
+/// Encodes as many of `names` as fit into one block of at most `block_rows`. Returns their number
+/// and the block.
 pub(super) fn encode_names(names: &[Name], block_rows: usize) -> (usize, Vec<u8>) {
     let mut columns: [Vec<u8>; 5] = Default::default();
     let mut types: Vec<(NameKind, &ElementType)> = Vec::new();
@@ -210,7 +211,8 @@ fn read_form(numbers: &mut Column<'_>, contents: &mut Column<'_>) -> Decoded<For
     }
 }
 
-/// Encodes as many of `regions` as fit into one block of at most `block_rows`. Returns their number and the block.
+/// Encodes as many of `regions` as fit into one block of at most `block_rows`. Returns their number
+/// and the block.
 pub(super) fn encode_regions(regions: &[Region], block_rows: usize) -> (usize, Vec<u8>) {
     let mut columns: [Vec<u8>; 4] = Default::default();
     let (mut name_before, mut expected_extent) = (0, 0i64);
@@ -254,7 +256,8 @@ pub(super) fn decode_regions(block: &[u8], rows: usize, out: &mut Vec<Region>) -
     Ok(())
 }
 
-/// Encodes as many of `extents` as fit into one block of at most `block_rows`. Returns their number and the block.
+/// Encodes as many of `extents` as fit into one block of at most `block_rows`. Returns their number
+/// and the block.
 pub(super) fn encode_extents(extents: &[Extent], block_rows: usize) -> (usize, Vec<u8>) {
     let mut columns: [Vec<u8>; 5] = Default::default();
     let mut cursor = Cursor::default();
@@ -277,7 +280,7 @@ pub(super) fn encode_extents(extents: &[Extent], block_rows: usize) -> (usize, V
     (rows, join_columns(columns))
 }
 
-/// Where the extents of a block have come to: what the next one is counted from.
+/// The end of the extent before, from which the next one is counted.
 #[derive(Default)]
 struct Cursor {
     source: u32,

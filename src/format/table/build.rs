@@ -35,7 +35,8 @@ pub struct TableBuilder {
     extents: Vec<Extent>,
 }
 
-/// Sorts `rows` and returns them with the new row of each old one. Rows that `is_same` as the one before are left out.
+/// Sorts `rows` and returns them with the new row of each old one. Rows that `is_same` as the one
+/// before are left out.
 fn sorted<T>(
     rows: Vec<T>,
     compare: impl Fn(&T, &T) -> std::cmp::Ordering,
@@ -56,7 +57,8 @@ fn sorted<T>(
     (out, new_rows)
 }
 
-/// Sorts extents and leaves out those that equal the one before. Returns the new row of each old one.
+/// Sorts extents and leaves out those that equal the one before. Returns the new row of each old
+/// one.
 pub(super) fn sorted_extents(extents: Vec<Extent>) -> (Vec<Extent>, Vec<u32>) {
     sorted(extents, |a, b| (a.place(), a.hash).cmp(&(b.place(), b.hash)), |a, b| a == b)
 }
@@ -73,8 +75,8 @@ impl TableBuilder {
         (self.names.len() - 1) as u32
     }
 
-    /// Adds an extent and returns its number, for [`add_region`](Self::add_region). An extent that equals another one
-    /// becomes the same row.
+    /// Adds an extent and returns its number, for [`add_region`](Self::add_region). An extent that
+    /// equals another one becomes the same row.
     pub fn add_extent(&mut self, extent: Extent) -> u32 {
         self.extents.push(extent);
         (self.extents.len() - 1) as u32
@@ -85,8 +87,8 @@ impl TableBuilder {
         self.regions.push(Region { name, form, extent });
     }
 
-    /// Returns the table, or the first rule that the rows break. A single table need not cover its tensors:
-    /// [`Table::check_coverage`] compares the merged one.
+    /// Returns the table, or the first rule that the rows break. A single table need not cover its
+    /// tensors: [`Table::check_coverage`] compares the merged one.
     pub fn build(self) -> Result<Table, TableError> {
         let Self { names, mut regions, extents } = self;
         check_counts(names.len(), regions.len(), extents.len())?;

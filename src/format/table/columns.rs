@@ -1,11 +1,11 @@
 //! Columns of numbers and bytes: how they are written, and read without believing a length.
 //!
-//! A number is a varint: 7 bits a byte, lowest first, the top bit set in all bytes but the last. Only the shortest form is
-//! read, so that one value has one encoding.
+//! A number is a varint: 7 bits a byte, lowest first, the top bit set in all bytes but the last.
+//! Only the shortest form is read, so that one value has one encoding.
 
 use super::limits::{MAX_PATH_BYTES, MAX_TABLE_BLOCK_BYTES};
 
-/// The rule of the encoding that bytes break.
+/// The rule of the encoding that some bytes break.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Malformed(pub &'static str);
 
@@ -128,8 +128,9 @@ pub(super) fn split_columns<const N: usize>(block: &[u8]) -> Decoded<[Column<'_>
 
 /// Returns how many bytes a path of `len` bytes may share with the path before it.
 ///
-/// A suffix of s bytes then stands for at most 64 + 33 s bytes: a hostile column of paths grows by a known factor when it is
-/// expanded. Paths of up to 64 bytes share as much as they have in common.
+/// A suffix of s bytes then stands for at most 64 + 33 s bytes: a hostile column of paths grows by
+/// a known factor when it is expanded. Paths of up to 64 bytes share as much as they have in
+/// common.
 pub(super) fn most_shared(len: usize) -> usize {
     (64 + 32 * len) / 33
 }

@@ -1,11 +1,14 @@
 //! Whether boxes tile a shape: every element in exactly one of them.
 //!
-//! The function that counts, for each element, the boxes that hold it is fixed by its mixed differences, which are signed
-//! counts of the boxes' corners. So the boxes tile the shape exactly when, corner by corner, they differ from it by nothing.
-//! The first corner at which they differ, in row-major order, is the first element that is held twice or not at all.
+//! For each element, count the boxes that hold it. This function of the index is determined by its
+//! mixed differences, and these are non-zero only at corners of boxes: +1 or -1 for each corner. So
+//! the boxes tile the shape exactly when their corners and the corners of the shape cancel. The
+//! first corner in row-major order that does not cancel is the first element that is held twice or
+//! not at all: its count is right everywhere before.
 //!
-//! The corners are visited one dimension at a time: boxes that begin and boxes that end at the same index cancel out when
-//! they agree in all further dimensions. A grid cancels at once, whatever its number of dimensions.
+//! Corners are compared one dimension at a time. Boxes that begin and boxes that end at the same
+//! index cancel when they agree in all further dimensions, so a grid costs a sort in each dimension
+//! and not 2^d corners.
 
 use super::error::{TableError, element_text, quoted};
 use super::limits::MAX_STEPS_PER_REGION;
@@ -23,16 +26,16 @@ impl Area<'_> {
         self.size.contains(&0)
     }
 
-    /// What the box is in the dimensions from `dim` on.
+    /// Returns the box without its first `dim` dimensions.
     fn rest(&self, dim: usize) -> (&[u64], &[u64]) {
         (self.start.get(dim..).unwrap_or_default(), self.size.get(dim..).unwrap_or_default())
     }
 }
 
-/// Why boxes do not tile a shape.
+/// The reason why boxes do not tile a shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Defect {
-    /// The first element that is not held exactly once, and whether it is held more than once.
+    /// An element is not held exactly once: the first one in row-major order.
     Element { index: Vec<u64>, is_overlap: bool },
     /// Too many steps were needed.
     Fragmented,
@@ -45,7 +48,8 @@ struct CornerWalk<'a> {
 }
 
 impl CornerWalk<'_> {
-    /// Finds the first corner in dimensions `dim` and above at which the weighted boxes of `list` do not cancel out.
+    /// Returns the first corner, by dimensions `dim` and above, at which the weighted boxes of
+    /// `list` do not cancel.
     fn first_defect(&mut self, dim: usize, list: &[(i64, usize)]) -> Result<(), Defect> {
         self.steps_left = self.steps_left.checked_sub(list.len()).ok_or(Defect::Fragmented)?;
         let dims = self.areas.first().map_or(0, |area| area.start.len());
@@ -67,7 +71,9 @@ impl CornerWalk<'_> {
         }
         let rest = |at: &usize| self.areas.get(*at).map(|area| area.rest(dim + 1));
         corners.sort_unstable_by(|(i, _, a), (j, _, b)| (i, rest(a)).cmp(&(j, rest(b))));
-        // The last group is left out: all groups together cancel, so it does when the others do.
+        // Each box adds its weight where it begins and takes it away where it ends, so all groups
+        // together cancel. If every group but the last one cancels by itself, so does the last one:
+        // it is not visited.
         let last = corners.last().map(|corner| corner.0);
         let mut groups: Vec<(u64, Vec<(i64, usize)>)> = Vec::new();
         for same in corners.chunk_by(|(i, _, a), (j, _, b)| (i, rest(a)) == (j, rest(b))) {
@@ -87,7 +93,8 @@ impl CornerWalk<'_> {
     }
 }
 
-/// Returns the first element of `whole` that is not in exactly one of `parts`. All parts lie inside it.
+/// Returns the first element of `whole` that is not in exactly one of `parts`. All parts lie inside
+/// it.
 pub(super) fn find_defect(whole: Area<'_>, parts: &[Area<'_>]) -> Result<(), Defect> {
     if let [part] = parts
         && *part == whole
@@ -109,7 +116,7 @@ fn check_name(name: &Name, regions: &[Region]) -> Result<(), TableError> {
         return Err(TableError::UnknownForm { name, form });
     }
     if name.kind != NameKind::Tensor {
-        // Its one form is `whole`, and no form is there twice.
+        // `whole` is the only form of bytes and plain values, and no form is there twice.
         let element = format!("its {}", name.kind);
         return match regions {
             [] => Err(TableError::Gap { name: quoted(name), element }),
@@ -140,8 +147,9 @@ fn check_name(name: &Name, regions: &[Region]) -> Result<(), TableError> {
 }
 
 impl Table {
-    /// Checks that the regions of every name hold each of its elements exactly once. Returns the first name that has an
-    /// element twice or not at all, or a region whose form this release does not know.
+    /// Checks that the regions of every name hold each of its elements exactly once. Returns the
+    /// first name that has an element twice or not at all, or a region whose form this release does
+    /// not know.
     pub fn check_coverage(&self) -> Result<(), TableError> {
         let mut rest: &[Region] = &self.regions;
         for (row, name) in (0u32..).zip(&self.names) {

@@ -6,8 +6,8 @@ use super::layout::{Block, Directory, FOOTER_BYTES, Footer, checksum};
 use super::limits::{MAX_BLOCK_ROWS, MAX_DIRECTORY_BYTES, MAX_TABLE_BYTES};
 use super::{Name, Region, Table};
 
-/// Appends the blocks of `rows` to `out`. `encode` takes as many rows as fit into one block, and `first` says what the
-/// directory keeps of them.
+/// Appends the blocks of `rows` to `out`. `encode` takes as many rows as fit into one block, and
+/// `first` says what the directory keeps of them.
 fn put_section<T, F>(
     out: &mut Vec<u8>,
     rows: &[T],
@@ -46,8 +46,8 @@ impl Table {
         self.to_bytes_in_blocks(MAX_BLOCK_ROWS)
     }
 
-    /// Returns the bytes of the table in blocks of at most `block_rows` rows (1 to 65,536). Shorter blocks take more room, and
-    /// a reader that looks up one name reads less.
+    /// Returns the bytes of the table in blocks of at most `block_rows` rows (1 to 65,536). Shorter
+    /// blocks take more room, and a reader that looks up one name reads less.
     pub fn to_bytes_in_blocks(&self, block_rows: usize) -> Result<Vec<u8>, TableError> {
         let block_rows = block_rows.clamp(1, MAX_BLOCK_ROWS);
         let mut out = Vec::new();

@@ -1,4 +1,4 @@
-//! Why bytes are no table, or rows make none.
+//! The errors of tables: bytes that are damaged, and rows that break a rule.
 
 use std::fmt;
 
@@ -30,13 +30,13 @@ impl fmt::Display for Section {
 /// A part of a table's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// All of it.
+    /// The whole table.
     Table,
     /// The footer.
     Footer,
     /// The directory.
     Directory,
-    /// One block, counted from 0 in its section.
+    /// A block, counted from 0 in its section.
     Block(Section, usize),
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Part {
     }
 }
 
-/// Why bytes are no table, or rows make none.
+/// The reason why bytes are no table, or why rows make none.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TableError {
@@ -255,7 +255,8 @@ pub enum TableError {
 }
 
 impl TableError {
-    /// Returns the kind of this failure. A version too new is not corruption: those bytes must be kept.
+    /// Returns the kind of this failure. A version too new is not corruption: those bytes must be
+    /// kept.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Magic

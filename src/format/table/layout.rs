@@ -1,4 +1,4 @@
-//! What lies around the blocks of a table: the directory, which says where each block is and what it begins with, and the
+//! The directory of a table, which says where each block is and what it begins with, and the
 //! footer, which says where the directory is.
 //!
 //! ```text
@@ -13,7 +13,8 @@
 //!           52  12  first 12 bytes of BLAKE3 over the 52 before
 //! ```
 //!
-//! The footer is judged from its checksum on, and its shape never changes, so damage is told from a later version.
+//! The footer's checksum is compared before its version is read, and it covers the same bytes in
+//! all versions, so damage is never taken for a later version.
 
 use std::ops::Range;
 
@@ -33,18 +34,18 @@ pub const FOOTER_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"rRdX";
 const FOOTER_VERSION: u32 = 1;
 const HAS_HASHES: u32 = 1;
-/// What the footer's own checksum covers.
+/// Length of the part that the footer's own checksum covers.
 const SEALED_BYTES: usize = 52;
 pub(super) const CHECKSUM_BYTES: usize = 16;
 
-/// The first 16 bytes of BLAKE3.
+/// Returns the first 16 bytes of BLAKE3.
 pub(super) fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
     let mut out = [0; CHECKSUM_BYTES];
     out.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES]);
     out
 }
 
-/// What the footer says.
+/// The fields of the footer that vary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Footer {
     pub has_hashes: bool,
@@ -139,8 +140,8 @@ impl Footer {
     }
 }
 
-/// Returns where in a shard of `shard_len_bytes` the table lies, its footer included. `footer` is the last
-/// [`FOOTER_BYTES`] of the shard.
+/// Returns where in a shard of `shard_len_bytes` the table lies, its footer included. `footer` is
+/// the last [`FOOTER_BYTES`] of the shard.
 pub fn table_range(shard_len_bytes: u64, footer: &[u8]) -> Result<Range<u64>, TableError> {
     let footer = Footer::parse(footer)?;
     let start = shard_len_bytes.checked_sub(footer.table_bytes).ok_or(TableError::Length {
@@ -151,7 +152,7 @@ pub fn table_range(shard_len_bytes: u64, footer: &[u8]) -> Result<Range<u64>, Ta
     Ok(start..shard_len_bytes)
 }
 
-/// One block, as the directory describes it.
+/// A block, as the directory describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Block<F> {
     /// Where it begins in the table.
@@ -160,7 +161,7 @@ pub(super) struct Block<F> {
     pub first_row: usize,
     pub rows: usize,
     pub sum: [u8; CHECKSUM_BYTES],
-    /// What the block begins with.
+    /// The first key of the block.
     pub first: F,
 }
 
@@ -189,8 +190,8 @@ fn put_blocks<F>(
     }
 }
 
-/// Reads the blocks of one section, which begin at `offset_bytes` and have `rows` rows in all. Returns them and where they
-/// end.
+/// Reads the blocks of one section, which begin at `offset_bytes` and have `rows` rows in all.
+/// Returns them and where they end.
 fn read_blocks<F>(
     column: &mut Column<'_>,
     mut offset_bytes: u64,
@@ -241,8 +242,8 @@ impl Directory {
         out
     }
 
-    /// Checks the directory's bytes and returns it. Its blocks fill the table up to the directory, and their rows are as many
-    /// as the footer says.
+    /// Checks the directory's bytes and returns it. Its blocks fill the table up to the directory,
+    /// and their rows are as many as the footer says.
     pub fn parse(footer: &Footer, bytes: &[u8]) -> Result<Self, TableError> {
         let part = Part::Directory;
         let expected_bytes = u64::from(footer.directory_bytes);

@@ -1,4 +1,5 @@
-//! The limits of a table. Each bounds memory or work before a byte is believed (docs/limits.md).
+//! The limits of a table (docs/limits.md). Each is checked before the memory or the work that it
+//! bounds.
 
 /// The most names of one table.
 pub const MAX_NAMES: usize = 1 << 24;
@@ -14,7 +15,8 @@ pub const MAX_DIRECTORY_BYTES: usize = 4 << 20;
 pub const MAX_BLOCK_ROWS: usize = 65_536;
 /// The longest block that is read.
 pub const MAX_TABLE_BLOCK_BYTES: usize = 16 << 20;
-/// A writer ends a block when it reaches this length, so that one more row keeps it below the limit of readers.
+/// A writer ends a block when it reaches this length, so that one more row keeps it below the limit
+/// of readers.
 pub const FULL_BLOCK_BYTES: usize = 8 << 20;
 /// The longest encoded path.
 pub const MAX_PATH_BYTES: usize = 4096;

@@ -52,7 +52,8 @@ fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableE
     for (input, rows) in inputs.iter().enumerate() {
         all.extend(rows.table.names.iter().map(|name| (input, name)));
     }
-    // Stable: of one name, the first table comes first, and the names of one table stay in their order.
+    // The sort is stable: the names of one table keep their order, so each table's list of new rows
+    // is filled in order.
     all.sort_by(|(_, a), (_, b)| (a.space, &a.path).cmp(&(b.space, &b.path)));
     let (mut names, mut new_rows) = (Vec::new(), vec![Vec::new(); inputs.len()]);
     for same in all.chunk_by(|(_, a), (_, b)| (a.space, &a.path) == (b.space, &b.path)) {
@@ -77,7 +78,8 @@ fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableE
     Ok((names, new_rows))
 }
 
-/// Merges the extents. Two tables with an extent of this save at one place were given one place by mistake.
+/// Merges the extents. Two tables cannot have an extent of this save at the same place: their
+/// caller has put both tables at the same base.
 fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), TableError> {
     let mut all = Vec::new();
     for input in inputs {
@@ -105,11 +107,13 @@ fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), Ta
 }
 
 impl Table {
-    /// Returns the union of `inputs`. Names with the same space and path must agree in everything; two regions of one name
-    /// with the same form are refused, whoever gave them, because each region has one owner.
+    /// Returns the union of `inputs`. Names with the same space and path must agree in everything;
+    /// two regions of one name with the same form are refused: each region has one owner, and the
+    /// caller leaves out the copies of the others.
     ///
-    /// The extents keep their hashes; an index leaves them out ([`without_hashes`](Self::without_hashes)). Coverage is not
-    /// checked ([`check_coverage`](Self::check_coverage)).
+    /// The extents keep their hashes; an index leaves them out
+    /// ([`without_hashes`](Self::without_hashes)). Coverage is not checked
+    /// ([`check_coverage`](Self::check_coverage)).
     pub fn merge(inputs: &[MergeInput<'_>]) -> Result<Self, TableError> {
         let count = |rows: fn(&Table) -> usize| inputs.iter().map(|input| rows(input.table)).sum();
         check_counts(0, count(|table| table.regions.len()), count(|table| table.extents.len()))?;

@@ -1,4 +1,5 @@
-//! The table at the end of a shard: the names of a checkpoint, the regions of each, and the extents that hold their bytes.
+//! The table at the end of a shard: the names of a checkpoint, the regions of each, and the extents
+//! that hold their bytes.
 //!
 //! ```text
 //! names     (space, path), kind, element type, shape, flags     sorted, unique
@@ -6,9 +7,10 @@
 //! extents   source, shard, offset, length, hash                 sorted, not overlapping
 //! ```
 //!
-//! A [`Table`] is always valid: [`TableBuilder`] and [`Table::parse`] refuse everything else. The bytes are blocks of
-//! columns, a directory, and a footer of fixed length (docs/format.md, "The index of a checkpoint"). [`TableReader`] reads
-//! single blocks. Where a shard lies, and how its bytes are fetched, is left to the caller.
+//! A [`Table`] is always valid: [`TableBuilder`] and [`Table::parse`] refuse everything else. The
+//! bytes are blocks of columns, a directory, and a footer of fixed length (docs/format.md, "The
+//! index of a checkpoint"). [`TableReader`] reads single blocks. The caller finds the shard and
+//! fetches its bytes.
 
 mod blocks;
 mod build;
@@ -70,10 +72,12 @@ impl fmt::Display for NameKind {
     }
 }
 
-/// The type of a tensor's elements. Its name is text, so that new types need no new version of the format.
+/// The type of a tensor's elements. Its name is text, so that new types need no new version of the
+/// format.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ElementType {
-    /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. Shared by all names of one block.
+    /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. Shared by
+    /// all names of one block.
     pub name: Arc<str>,
     /// Bits of one element, at least 1. Below 8, elements are packed.
     pub bits: u16,
@@ -99,9 +103,10 @@ pub struct Name {
     pub kind: NameKind,
     /// The type of an element; of 8 bits for bytes and plain values.
     pub element: ElementType,
-    /// The extent of each dimension, at most 64; empty for a scalar, for bytes and for plain values.
+    /// The size of each dimension, at most 64 of them; empty for a scalar, for bytes and for plain
+    /// values.
     pub shape: Vec<u64>,
-    /// Bits that the trainer's side defines; kept as they are.
+    /// Bits whose meaning the trainer's side defines; stored unchanged.
     pub flags: u32,
 }
 
@@ -132,7 +137,7 @@ pub(crate) fn volume(sizes: &[u64]) -> Option<u64> {
 /// The part of a named tensor that a region holds. Elements lie in the extent in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Form {
-    /// All of it.
+    /// The whole name.
     Whole,
     /// A box: in each dimension `size` elements from `start` on. An empty box is allowed.
     Box {
@@ -163,7 +168,8 @@ impl fmt::Display for Form {
     }
 }
 
-/// A part of a name, and the extent that holds it. Several regions may name one extent (tied weights).
+/// A part of a name, and the extent that holds it. Several regions may name one extent (tied
+/// weights).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Region {
     /// The row of the name.
@@ -248,7 +254,8 @@ impl Table {
         self
     }
 
-    /// Returns where the last extent of this save in `shard` ends: the least length of the shard's data.
+    /// Returns where the last extent of this save in `shard` ends: the least length of the shard's
+    /// data.
     pub fn data_end_bytes(&self, shard: u32) -> u64 {
         let end =
             self.extents.partition_point(|extent| (extent.source, extent.shard) <= (0, shard));

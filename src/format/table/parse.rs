@@ -1,5 +1,5 @@
-//! A whole table from its bytes. Every length is checked before it is used, and every row costs bytes of the input, so memory
-//! is bounded by a small multiple of the input (docs/format.md).
+//! A whole table from its bytes. Every length is checked before it is used, and every row costs
+//! bytes of the input, so memory is bounded by a small multiple of the input (docs/format.md).
 
 use super::Table;
 use super::blocks::{
@@ -35,7 +35,8 @@ fn read_section<T, F>(
 }
 
 impl Table {
-    /// Reads a whole table with its footer; `bytes` is nothing else ([`table_range`](super::table_range) says where it lies).
+    /// Reads a whole table with its footer; `bytes` is nothing else
+    /// ([`table_range`](super::table_range) says where it lies).
     pub fn parse(bytes: &[u8]) -> Result<Self, TableError> {
         let found_bytes = bytes.len() as u64;
         let length =

@@ -1,4 +1,5 @@
-//! The path of a name: nested keys, encoded so that different keys give different bytes and bytes sort as keys do.
+//! The path of a name: nested keys, encoded so that different keys give different bytes and bytes
+//! sort as keys do.
 //!
 //! Each key is a tag byte and its content:
 //!
@@ -8,8 +9,8 @@
 //! 0x03  position  4 bytes big-endian
 //! ```
 //!
-//! Tags are below 0xFF, so a NUL before another key is never mistaken for an escaped one. The text form for people is in
-//! `path_text`.
+//! Tags are below 0xFF, so a NUL before another key is never mistaken for an escaped one. The text
+//! form for people is in `path_text`.
 
 use std::borrow::Cow;
 
@@ -19,11 +20,12 @@ use crate::kind::Kind;
 const TEXT: u8 = 1;
 const INTEGER: u8 = 2;
 const POSITION: u8 = 3;
-/// Follows a NUL that belongs to a text.
+/// Follows each NUL of a text, so that it is not taken for the end.
 const ESCAPE: u8 = 0xff;
 const SIGN_BIT: u64 = 1 << 63;
 
-/// One step into a nested structure. Integer key 0, text key "0" and list position 0 are three different keys.
+/// A step into a nested structure. Integer key 0, text key "0" and list position 0 are three
+/// different keys.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Key {
     /// A key that is text. Dots and slashes in it have no meaning.
@@ -38,7 +40,7 @@ pub enum Key {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Path(Box<[u8]>);
 
-/// Why keys, bytes or text are no path.
+/// The reason why keys, bytes or a text are no path.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PathError {
@@ -161,7 +163,8 @@ fn put_key(out: &mut Vec<u8>, key: &Key) {
 }
 
 impl Path {
-    /// Encodes `keys`. Returns an error when there are none, more than 64, or when they take more than 4 KiB.
+    /// Encodes `keys`. Returns an error when there are none, more than 64, or when they take more
+    /// than 4 KiB.
     pub fn new(keys: &[Key]) -> Result<Self, PathError> {
         if keys.is_empty() {
             return Err(PathError::Empty);
@@ -218,7 +221,8 @@ impl Path {
         self.key_refs().map(owned).collect()
     }
 
-    /// Iterates over the keys without copying their text. The bytes were checked, so none is left out.
+    /// Iterates over the keys without copying their text. The bytes were checked, so every key
+    /// decodes.
     pub(super) fn key_refs(&self) -> impl Iterator<Item = KeyRef<'_>> {
         let mut rest: &[u8] = &self.0;
         std::iter::from_fn(move || {

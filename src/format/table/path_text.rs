@@ -11,8 +11,8 @@
 //! escape    = \" \\ \b \f \n \r \t, and \u with four hexadecimal digits for the other control characters
 //! ```
 //!
-//! A text key is quoted only where it cannot stand plain, and a number has no superfluous sign or zero. `from_str` takes
-//! what `Display` prints and nothing else.
+//! A text key is quoted only where it cannot stand plain, and a number has no superfluous sign or
+//! zero. `from_str` takes what `Display` prints and nothing else.
 
 use std::fmt::{self, Write as _};
 use std::str::FromStr;
@@ -24,7 +24,7 @@ fn is_plain(c: char) -> bool {
     !c.is_control() && !matches!(c, '/' | '[' | ']' | '{' | '}' | '"' | '\\')
 }
 
-/// The letter that stands for `c` behind a backslash.
+/// Returns the letter that stands for `c` behind a backslash.
 fn escape_of(c: char) -> Option<char> {
     Some(match c {
         '"' | '\\' => c,
@@ -76,7 +76,8 @@ impl fmt::Debug for Path {
     }
 }
 
-/// Reads a quoted text whose opening quote is already gone. Returns it with what follows the closing quote.
+/// Reads a quoted text whose opening quote is already gone. Returns it with what follows the
+/// closing quote.
 fn unquote(quoted: &str) -> Option<(String, &str)> {
     let mut out = String::new();
     let mut rest = quoted.chars();
@@ -103,7 +104,8 @@ fn unquote(quoted: &str) -> Option<(String, &str)> {
     }
 }
 
-/// Reads one key that is not the first or has had its slash removed. Returns it with what follows.
+/// Reads the first key of `text`. A text key that is not the path's first key begins with a slash.
+/// Returns the key with what follows it.
 fn read_key(text: &str, is_first: bool) -> Option<(Key, &str)> {
     if let Some(inside) = text.strip_prefix('[') {
         let (number, rest) = inside.split_once(']')?;
@@ -127,7 +129,7 @@ fn read_keys(text: &str) -> Option<Vec<Key>> {
     let (mut keys, mut rest) = (Vec::new(), text);
     while !rest.is_empty() {
         let (key, behind) = read_key(rest, keys.is_empty())?;
-        // One key too many is enough for the caller to refuse the path.
+        // The caller refuses a path with one key too many; more keys would only take memory.
         if keys.len() > MAX_PATH_KEYS {
             break;
         }

@@ -1,8 +1,10 @@
-//! Reads single names of a table: the footer and the directory once, then the blocks that are needed.
+//! Reads single names of a table: the footer and the directory once, then the blocks that are
+//! needed.
 //!
-//! The reader keeps the directory (at most 4 MiB) and no blocks: for many names of one table, [`TableReader::read_all`] is
-//! quicker. Every block is checked by itself before its rows are used, and rows of different blocks against each other where
-//! they meet.
+//! The reader keeps the directory (at most 4 MiB) and no blocks: for many names of one table,
+//! [`TableReader::read_all`] is quicker. Each block is verified before its rows are used, and the
+//! rows of a found name are checked against each other. A contradiction between rows of other names
+//! is noticed only when those names are read.
 
 use std::io;
 use std::ops::Range;
@@ -61,7 +63,8 @@ impl FoundName {
         self.extents.get(at).map(|(_, extent)| extent)
     }
 
-    /// Returns the copies that give the part `wanted` of this name, as [`search`](super::search()) does.
+    /// Returns the copies that give the part `wanted` of this name, as [`search`](super::search())
+    /// does.
     pub fn search(&self, wanted: &Form) -> Result<Vec<ExtentCopy>, SearchError> {
         let extent_bytes = |row| self.extent(row).map(|extent| extent.len_bytes);
         search_regions(&self.name, &self.regions, wanted, extent_bytes)
@@ -161,7 +164,8 @@ impl<R: ReadAt> TableReader<R> {
         Ok(rows)
     }
 
-    /// Reads block `number` of the names. Returns the row of its first name, and its names; none behind the last block.
+    /// Reads block `number` of the names. Returns the row of its first name, and its names; none
+    /// behind the last block.
     pub fn name_block(&self, number: usize) -> Result<(u32, Vec<Name>), TableError> {
         let blocks = &self.directory.names;
         let names = self.rows(Section::Names, blocks, number, decode_names)?;
@@ -185,8 +189,8 @@ impl<R: ReadAt> TableReader<R> {
         Ok((first_row, names))
     }
 
-    /// Iterates over the names, one block after the other, each with the row of its first name. At most one block of names is
-    /// in memory.
+    /// Iterates over the names, one block after the other, each with the row of its first name. At
+    /// most one block of names is in memory.
     pub fn name_blocks(&self) -> impl Iterator<Item = Result<(u32, Vec<Name>), TableError>> {
         (0..self.directory.names.len()).map(|number| self.name_block(number))
     }
@@ -277,7 +281,8 @@ impl<R: ReadAt> TableReader<R> {
     }
 }
 
-/// Returns the error for rows that break a rule; damage and failures of the source stay what they are.
+/// Returns the error for rows that break a rule; damage and failures of the source stay what they
+/// are.
 fn contradiction(error: TableError) -> TableError {
     match error.kind() {
         crate::kind::Kind::Invalid => TableError::Contradiction(Box::new(error)),

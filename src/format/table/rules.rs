@@ -48,7 +48,8 @@ pub(super) fn check_name(name: &Name) -> Result<(), TableError> {
     Ok(())
 }
 
-/// Returns the length of an extent that holds `elements` of `bits` each; packed elements are rounded up to a byte.
+/// Returns the length of an extent that holds `elements` of `bits` each; packed elements are
+/// rounded up to a byte.
 pub(super) fn packed_bytes(elements: u64, bits: u16) -> Option<u64> {
     Some(elements.checked_mul(bits.into())?.div_ceil(8))
 }
@@ -121,7 +122,8 @@ pub(super) fn check_extent(before: Option<&Extent>, extent: &Extent) -> Result<(
     Ok(())
 }
 
-/// Checks that a name comes behind the one before it. A builder sorts, so there only a name that is given twice fails.
+/// Checks that a name comes behind the one before it. A builder sorts, so there only a name that is
+/// given twice fails.
 fn check_name_order(before: &Name, name: &Name) -> Result<(), TableError> {
     match (before.space, &before.path).cmp(&(name.space, &name.path)) {
         Ordering::Less => Ok(()),
@@ -132,7 +134,7 @@ fn check_name_order(before: &Name, name: &Name) -> Result<(), TableError> {
     }
 }
 
-/// Checks that a region comes behind the one before it, likewise.
+/// Checks that a region comes behind the one before it.
 fn check_region_order(before: &Region, region: &Region, name: &Name) -> Result<(), TableError> {
     let order = (before.name, &before.form).cmp(&(region.name, &region.form));
     if order == Ordering::Less {

@@ -1,7 +1,9 @@
-//! Which bytes of which extents go to which bytes of a destination.
+//! Finds the bytes of extents that make up a wanted part of a name, and their places in the
+//! destination.
 //!
-//! An extent holds the elements of its region in row-major order, one after the other; a destination holds those of the
-//! wanted box in the same way, from its byte 0 on. A copy is the part that one region and the wanted box have in common.
+//! An extent holds the elements of its region in row-major order, without gaps; a destination holds
+//! those of the wanted box in the same way, from its byte 0 on. A copy is the part that one region
+//! and the wanted box have in common.
 
 use super::coverage::{Area, Defect, find_defect};
 use super::error::{element_text, quoted};
@@ -9,7 +11,7 @@ use super::rules::packed_bytes;
 use super::{ElementType, Form, Name, NameKind, Path, Region, Space, Table};
 use crate::kind::Kind;
 
-/// What a reader wants of one name.
+/// A request for a part of one name.
 #[derive(Debug, Clone)]
 pub struct Wanted<'a> {
     /// The space of the name.
@@ -24,7 +26,8 @@ pub struct Wanted<'a> {
     pub shape: Option<&'a [u64]>,
 }
 
-/// Bytes that go from one extent to the destination: runs of `run_bytes`, as many as the product of the counts of `dims`.
+/// Bytes that go from one extent to the destination: runs of `run_bytes`, as many as the product of
+/// the counts of `dims`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentCopy {
     /// The row of the extent.
@@ -39,18 +42,18 @@ pub struct ExtentCopy {
     pub dims: Vec<CopyDim>,
 }
 
-/// One level of repetition.
+/// A level of repetition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyDim {
-    /// How often what is inside repeats; at least 2.
+    /// Number of repetitions of the run and of all levels further inside; at least 2.
     pub count: u64,
-    /// From one repetition to the next in the extent.
+    /// Bytes from one repetition to the next in the extent.
     pub from_stride: u64,
-    /// From one repetition to the next in the destination.
+    /// Bytes from one repetition to the next in the destination.
     pub to_stride: u64,
 }
 
-/// Why wanted bytes cannot be found.
+/// The reason why wanted bytes cannot be found.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SearchError {
@@ -147,7 +150,8 @@ impl SearchError {
 }
 
 impl ExtentCopy {
-    /// Iterates over the runs: (offset in the extent, offset in the destination, length), ascending in the destination.
+    /// Iterates over the runs: (offset in the extent, offset in the destination, length), ascending
+    /// in the destination.
     pub fn runs(&self) -> impl Iterator<Item = (u64, u64, u64)> {
         let mut at = vec![0u64; self.dims.len()];
         let mut next = Some((self.from_bytes, self.to_bytes));
@@ -194,7 +198,8 @@ fn intersection(a: Area<'_>, b: Area<'_>) -> Option<(Vec<u64>, Vec<u64>)> {
 
 /// Returns the copy of `common` from the box `from` to the box `to`, counted in elements.
 ///
-/// Dimensions are joined from the innermost on, as long as they lie without a gap on both sides.
+/// From the innermost dimension on, dimensions are joined into one run, or into one level, as long
+/// as neither side has a gap between them.
 fn copy_elements(extent: u32, from: Area<'_>, to: Area<'_>, common: Area<'_>) -> ExtentCopy {
     let (mut from_first, mut to_first, mut run) = (0, 0, 1);
     let (mut from_stride, mut to_stride) = (1, 1);
@@ -223,9 +228,11 @@ fn copy_elements(extent: u32, from: Area<'_>, to: Area<'_>, common: Area<'_>) ->
     ExtentCopy { extent, from_bytes: from_first, to_bytes: to_first, run_bytes: run, dims }
 }
 
-/// Turns a copy of elements into one of bytes; `None` when it does not begin and end at whole bytes.
+/// Turns a copy of elements into one of bytes; `None` when it does not begin and end at whole
+/// bytes.
 ///
-/// A single run that ends with both the region and the destination is rounded up to a byte, as both of them are.
+/// A single run that ends where the region and the destination end is rounded up to a byte, because
+/// the lengths of both are.
 fn to_bytes(
     copy: ExtentCopy,
     bits: u16,
@@ -252,8 +259,8 @@ fn to_bytes(
     Some(ExtentCopy { extent: copy.extent, from_bytes, to_bytes, run_bytes, dims })
 }
 
-/// Returns the copies that give the part `wanted` of `name`, whose regions are all of `regions`. `extent_bytes` returns the
-/// length of an extent.
+/// Returns the copies that give the part `wanted` of `name`, whose regions are all of `regions`.
+/// `extent_bytes` returns the length of an extent.
 pub(super) fn search_regions(
     name: &Name,
     regions: &[Region],
@@ -296,7 +303,8 @@ pub(super) fn search_regions(
         return Ok(if run_bytes == 0 { Vec::new() } else { vec![copy] });
     }
     let (mut commons, mut copies) = (Vec::new(), Vec::new());
-    // Every length in bits fits 64 bits: the table was checked, and the wanted box is inside the shape.
+    // No product overflows: the length of the whole tensor in bits fits 64 bits, and both boxes lie
+    // inside it.
     let elements = |area: Area<'_>| area.size.iter().product();
     for region in regions {
         let from = match &region.form {
@@ -330,8 +338,8 @@ pub(super) fn search_regions(
     }
 }
 
-/// Returns the copies that give the part `wanted` (whole, or a box) of the name in row `name_row`, in the order of its
-/// regions. The destination is the wanted part, row-major, without gaps.
+/// Returns the copies that give the part `wanted` (whole, or a box) of the name in row `name_row`,
+/// in the order of its regions. The destination is the wanted part, row-major, without gaps.
 pub fn search(table: &Table, name_row: u32, wanted: &Form) -> Result<Vec<ExtentCopy>, SearchError> {
     let name = table.names().get(name_row as usize);
     let name = name.ok_or_else(|| SearchError::NoSuchName { name: format!("row {name_row}") })?;
@@ -340,8 +348,9 @@ pub fn search(table: &Table, name_row: u32, wanted: &Form) -> Result<Vec<ExtentC
 }
 
 impl Name {
-    /// Returns the length of the part `form`, as an extent or a destination holds it. `None` for bytes and plain values, which
-    /// are as long as their extent, and for a part whose form this release does not know.
+    /// Returns the length of the part `form`, as an extent or a destination holds it. `None` for
+    /// bytes and plain values, which are as long as their extent, and for a part whose form this
+    /// release does not know.
     pub fn part_bytes(&self, form: &Form) -> Option<u64> {
         if self.kind != NameKind::Tensor {
             return None;
@@ -373,7 +382,8 @@ impl Wanted<'_> {
 }
 
 impl Table {
-    /// Finds a name and the copies that give the wanted part of it. Returns the row of the name with them.
+    /// Finds a name and the copies that give the wanted part of it. Returns the row of the name
+    /// with them.
     pub fn search(&self, wanted: &Wanted<'_>) -> Result<(u32, Vec<ExtentCopy>), SearchError> {
         let row = self.find(wanted.space, wanted.path);
         let name = row.and_then(|row| Some((row, self.names().get(row as usize)?)));

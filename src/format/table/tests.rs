@@ -31,12 +31,13 @@ pub(super) fn extent(offset_bytes: u64, len_bytes: u64) -> Extent {
     Extent { source: 0, shard: 0, offset_bytes, len_bytes, hash: None }
 }
 
-/// A small table with all there is: both spaces, all kinds and forms, tied weights, an empty tensor and a scalar.
+/// A small table with all there is: both spaces, all kinds and forms, tied weights, an empty tensor
+/// and a scalar.
 pub(super) fn varied(has_hashes: bool) -> Table {
     let mut builder = TableBuilder::new();
     let mut offset = 0;
     let mut next = |len_bytes: u64| {
-        let hash = has_hashes.then(|| [offset as u8; 32]);
+        let hash = has_hashes.then_some([offset as u8; 32]);
         let extent = Extent { hash, ..extent(offset, len_bytes) };
         offset = (offset + len_bytes).next_multiple_of(64);
         extent

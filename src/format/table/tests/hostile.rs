@@ -1,18 +1,21 @@
-//! Tables whose checksums are right and whose content is not: each is refused for its own reason, and none is believed.
+//! Tables whose checksums are right and whose content is not: each is refused for its own reason,
+//! and none is believed.
 
 use super::*;
 use crate::format::table::columns::{join_columns, put_number};
 use crate::format::table::layout::{Block, Directory, Footer, checksum};
 use crate::format::table::limits::*;
 
+/// A block: its rows, its columns, and its first key as the directory has it.
+type BlockParts<const COLUMNS: usize, F> = (usize, [Vec<u8>; COLUMNS], F);
+
 /// The parts of a table, to be changed one by one. Checksums and lengths are made right.
 #[derive(Clone)]
 struct Parts {
-    /// Rows, columns, and what the directory says is the first name.
-    names: Vec<(usize, [Vec<u8>; 5], (Space, Path))>,
-    /// Rows, columns, and what the directory says are the first and the last name.
-    regions: Vec<(usize, [Vec<u8>; 4], (u32, u32))>,
-    extents: Vec<(usize, [Vec<u8>; 5])>,
+    names: Vec<BlockParts<5, (Space, Path)>>,
+    /// The directory has the first and the last name of each block.
+    regions: Vec<BlockParts<4, (u32, u32)>>,
+    extents: Vec<BlockParts<5, ()>>,
     /// Numbers of rows in the footer.
     counts: [u32; 3],
 }
@@ -56,7 +59,7 @@ impl Parts {
         Self {
             names: vec![(2, names, (Space::Shared, "a".parse().unwrap()))],
             regions: vec![(2, [vec![0, 1], vec![0, 0], vec![], vec![0, 0]], (0, 1))],
-            extents: vec![(2, [vec![0, 0], vec![0, 0], vec![0, 0], vec![8, 8], vec![]])],
+            extents: vec![(2, [vec![0, 0], vec![0, 0], vec![0, 0], vec![8, 8], vec![]], ())],
             counts: [2, 2, 2],
         }
     }
@@ -69,7 +72,7 @@ impl Parts {
         for (rows, columns, first) in &self.regions {
             directory.regions.push(block(&mut out, *rows, columns, *first));
         }
-        for (rows, columns) in &self.extents {
+        for (rows, columns, ()) in &self.extents {
             directory.extents.push(block(&mut out, *rows, columns, ()));
         }
         (out, directory)
@@ -96,7 +99,8 @@ fn why(bytes: &[u8]) -> String {
     error.to_string()
 }
 
-/// Asserts that the good parts, changed by `change`, are refused with words that contain `expected`.
+/// Asserts that the good parts, changed by `change`, are refused with words that contain
+/// `expected`.
 #[track_caller]
 fn refused(expected: &str, change: impl FnOnce(&mut Parts)) {
     let mut parts = Parts::good();
@@ -162,8 +166,8 @@ fn paths_that_do_not_decode_or_are_not_in_order_are_refused() {
     });
 }
 
-/// A path that shares 4,000 bytes with the one before it and adds one: thousands of them would expand a short column to
-/// megabytes.
+/// A path that shares 4,000 bytes with the one before it and adds one: thousands of them would
+/// expand a short column to megabytes.
 #[test]
 fn a_path_that_shares_more_than_its_own_bytes_pay_for_is_refused() {
     refused("shares another part", |parts| {
@@ -213,7 +217,8 @@ fn rows_that_contradict_each_other_are_refused() {
     refused("bytes and plain values", |parts| parts.names[0].1[2][1] = 1);
 }
 
-/// The reader sees one block of each sort. What contradicts the directory or the rows of another block is refused there too.
+/// The reader sees one block of each sort. What contradicts the directory or the rows of another
+/// block is refused there too.
 #[test]
 fn the_reader_refuses_what_contradicts_the_blocks_that_it_reads() {
     let find = |change: &dyn Fn(&mut Parts)| {

@@ -1,4 +1,5 @@
-//! Search and coverage against a slow reference that works by element numbers, over random shapes, tilings and wanted boxes.
+//! Search and coverage against a slow reference that works by element numbers, over random shapes,
+//! tilings and wanted boxes.
 
 use super::*;
 use crate::entropy::{Entropy, SeededEntropy};
@@ -6,7 +7,7 @@ use crate::entropy::{Entropy, SeededEntropy};
 /// A box as (first index, size).
 type Area = (Vec<u64>, Vec<u64>);
 
-/// What a random case is about.
+/// A random tensor, its regions, and the part that is wanted.
 struct Case {
     name: Name,
     /// The boxes of the regions, in any order; empty ones among them.
@@ -37,7 +38,8 @@ impl Draw {
         shape.iter().map(side).unzip()
     }
 
-    /// Cuts a box into boxes: at random places of random dimensions, and in pinwheels, which no single cut takes apart.
+    /// Cuts a box into boxes: at random places of random dimensions, and in pinwheels, which no
+    /// single cut takes apart.
     fn tile(&self, area: Area, cuts: u64, out: &mut Vec<Area>) {
         let (start, size) = &area;
         let long: Vec<usize> = (0..size.len()).filter(|dim| size[*dim] >= 3).collect();
@@ -155,8 +157,8 @@ fn first_defect(area: &Area, areas: &[Area]) -> Option<(Vec<u64>, usize)> {
     indices(area).into_iter().map(|index| (index.clone(), count(&index))).find(|(_, n)| *n != 1)
 }
 
-/// The longest runs of elements that follow each other both in the box `from` and in the box `to`: (number in `from`, number
-/// in `to`, length).
+/// The longest runs of elements that follow each other both in the box `from` and in the box `to`:
+/// (number in `from`, number in `to`, length).
 fn element_runs(from: &Area, to: &Area) -> Vec<(u64, u64, u64)> {
     let numbered = |area: &Area| (0u64..).zip(indices(area)).map(|(n, i)| (i, n)).collect();
     let places: std::collections::BTreeMap<Vec<u64>, u64> = numbered(from);
@@ -171,8 +173,8 @@ fn element_runs(from: &Area, to: &Area) -> Vec<(u64, u64, u64)> {
     runs
 }
 
-/// The runs in bytes; `None` when one of them does not begin or end at a byte. A run that is alone and ends with both boxes is
-/// rounded up.
+/// The runs in bytes; `None` when one of them does not begin or end at a byte. A run that is alone
+/// and ends with both boxes is rounded up.
 fn byte_runs(from: &Area, to: &Area, bits: u64) -> Option<Vec<(u64, u64, u64)>> {
     let runs = element_runs(from, to);
     let count = |(_, size): &Area| size.iter().product::<u64>();
@@ -289,7 +291,8 @@ fn coverage_is_what_element_numbers_say() {
     assert!(seen.iter().all(|count| *count > 200), "cases that are hardly there: {seen:?}");
 }
 
-/// The bytes themselves, once: what is copied is what a tensor of numbered elements has at the wanted indices.
+/// The bytes themselves, once: what is copied is what a tensor of numbered elements has at the
+/// wanted indices.
 #[test]
 fn the_bytes_of_a_wanted_box_are_its_elements() {
     for seed in 0..500 {

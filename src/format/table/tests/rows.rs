@@ -1,4 +1,5 @@
-//! Rows that make no table: what the builder, the coverage check and the merge refuse, and the words they say.
+//! Rows that make no table: what the builder, the coverage check and the merge refuse, and the
+//! words they say.
 
 use super::*;
 use crate::format::table::limits::MAX_PATH_BYTES;
@@ -18,7 +19,7 @@ fn says(error: TableError, words: &[&str]) {
     }
 }
 
-/// One table that has `name` and the given regions, one extent each.
+/// Returns a table that has `name` and the given regions, one extent each.
 fn table(name: Name, forms: &[Form]) -> Result<Table, TableError> {
     let mut builder = TableBuilder::new();
     let mut offset = 0;
@@ -197,7 +198,7 @@ fn tables_of_ranks_become_one() {
     let places: Vec<u32> = shards.regions().iter().map(|region| region.extent).collect();
     assert_eq!(places, [1, 0]);
     assert_eq!(Table::merge(&[]), Ok(Table::default()));
-    // What is private to a rank stays apart.
+    // Names that are private to different ranks stay apart.
     let private = |rank| {
         let name = Name { space: Space::Rank(rank), ..tensor("rng", &[1]) };
         table(name, &[Form::Whole]).unwrap()

@@ -1,4 +1,4 @@
-//! Bytes at rest: records, replica files and piece files. No I/O here.
+//! Bytes at rest: records, replica files, piece files, and the tables of trainers' shards. No I/O here.
 //!
 //! Promises: what is parsed was checked first (magic, checksum, version, then every length before it is
 //! multiplied or allocated), and bytes that a release has written are read by every later one

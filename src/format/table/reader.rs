@@ -23,13 +23,19 @@ pub trait ReadAt {
     fn read_at(&self, offset_bytes: u64, len_bytes: usize) -> io::Result<Vec<u8>>;
 }
 
-impl ReadAt for &[u8] {
+impl ReadAt for [u8] {
     fn read_at(&self, offset_bytes: u64, len_bytes: usize) -> io::Result<Vec<u8>> {
         let range = || {
             let start = usize::try_from(offset_bytes).ok()?;
             self.get(start..start.checked_add(len_bytes)?)
         };
         range().map(<[u8]>::to_vec).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+    }
+}
+
+impl<R: ReadAt + ?Sized> ReadAt for &R {
+    fn read_at(&self, offset_bytes: u64, len_bytes: usize) -> io::Result<Vec<u8>> {
+        (**self).read_at(offset_bytes, len_bytes)
     }
 }
 

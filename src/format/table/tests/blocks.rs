@@ -13,7 +13,7 @@ struct Noted<'a> {
     broken_at: Option<u64>,
 }
 
-impl ReadAt for &Noted<'_> {
+impl ReadAt for Noted<'_> {
     fn read_at(&self, offset_bytes: u64, len_bytes: usize) -> io::Result<Vec<u8>> {
         self.reads.borrow_mut().push((offset_bytes, len_bytes));
         if self.broken_at == Some(offset_bytes) {

@@ -1,10 +1,10 @@
 //! Whether boxes tile a shape: every element in exactly one of them.
 //!
-//! For each element, count the boxes that hold it. This function of the index is determined by its
-//! mixed differences, and these are non-zero only at corners of boxes: +1 or -1 for each corner. So
-//! the boxes tile the shape exactly when their corners and the corners of the shape cancel. The
-//! first corner in row-major order that does not cancel is the first element that is held twice or
-//! not at all: its count is right everywhere before.
+//! The number of boxes that hold an element is a function of the element's index. Its mixed
+//! differences determine it, and they are non-zero only at corners of boxes: +1 or -1 for each
+//! corner. So the boxes tile the shape exactly when their corners and the corners of the shape
+//! cancel. The first corner in row-major order that does not cancel is the first element that is
+//! held twice or not at all, because all elements before it are held once.
 //!
 //! Corners are compared one dimension at a time. Boxes that begin and boxes that end at the same
 //! index cancel when they agree in all further dimensions, so a grid costs a sort in each dimension

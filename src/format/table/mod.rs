@@ -79,7 +79,7 @@ pub struct ElementType {
     /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. Shared by
     /// all names of one block.
     pub name: Arc<str>,
-    /// Bits of one element, at least 1. Below 8, elements are packed.
+    /// Bits of one element, at least 1. Elements whose bits are no multiple of 8 are packed.
     pub bits: u16,
     /// Whether the most significant byte comes first.
     pub big_endian: bool,

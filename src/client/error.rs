@@ -73,6 +73,18 @@ pub enum ClientError {
     /// A save needs something to save.
     #[error("there is nothing to save: name at least one file")]
     NoShards,
+    /// The caller could not keep the id of a save.
+    #[error("the id of the save could not be kept, so nothing was sent: {source}")]
+    SaveId {
+        /// Why.
+        source: io::Error,
+    },
+    /// The caller called the save off before its commit.
+    #[error("the save was called off before its commit: {why}")]
+    CalledOff {
+        /// The caller's words.
+        why: String,
+    },
     /// A range needs one shard.
     #[error("a range of bytes belongs to one shard: name it")]
     RangeOfMany,
@@ -190,7 +202,8 @@ impl ClientError {
             ClientError::Lost { .. } => Kind::Lost,
             ClientError::FileExists { .. } | ClientError::InTheWay { .. } => Kind::Exists,
             ClientError::Output { source, .. } => source.kind(),
-            ClientError::Input { .. } => Kind::Io,
+            ClientError::Input { .. } | ClientError::SaveId { .. } => Kind::Io,
+            ClientError::CalledOff { .. } => Kind::Corrupt,
             ClientError::Call(error) => error.kind(),
             ClientError::Net(error) => error.kind(),
             ClientError::Save(error) => error.kind(),

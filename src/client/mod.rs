@@ -19,17 +19,21 @@
 mod error;
 pub mod files;
 mod output;
+mod parts;
 mod record;
 mod restore;
 mod save;
+mod save_driver;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 pub use error::ClientError;
 pub use output::RestoreRequest;
+pub use parts::ReadRange;
 pub use restore::RestoreReport;
-pub use save::{NewShard, SaveOptions, SaveReport};
+pub use save::{SaveOptions, SaveReport};
+pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};
 
 use crate::clock::{Clock, SystemClock};
 use crate::config::Congestion;
@@ -43,6 +47,7 @@ use crate::net::pool::Pool;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::net::{Address, Transport};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
+pub use crate::pipeline::read::Sink;
 use crate::topology::Directory;
 use crate::wire::calls::{
     Archive, ArchiveEvent, ArchiveOptions, Hello, List, MoveAnswer, MoveCatalogue, NodeStatus,
@@ -158,15 +163,24 @@ impl Client {
         seeds: Vec<String>,
         congestion: Congestion,
     ) -> Result<Self, ClientError> {
+        let client = Self::unconnected(identity, seeds, congestion).await?;
+        client.gateway().await?;
+        Ok(client)
+    }
+
+    /// The same, but the first call connects: for whoever has to begin also while no daemon answers.
+    pub async fn unconnected(
+        identity: &Identity,
+        seeds: Vec<String>,
+        congestion: Congestion,
+    ) -> Result<Self, ClientError> {
         let clock = SystemClock::new();
         let limits = limits(congestion);
         let transport = QuicTransport::connect_only(identity, &limits, clock.clone()).await?;
         let (transport, entropy) = (Arc::new(transport), Arc::new(SystemEntropy));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = Workers::new(cores.clamp(MIN_WORKERS, MAX_WORKERS));
-        let client = Self::over(transport, clock, entropy, workers, seeds);
-        client.gateway().await?;
-        Ok(client)
+        Ok(Self::over(transport, clock, entropy, workers, seeds))
     }
 
     /// A client over any transport: for clusters in one process.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::ClientError;
-use super::restore::Part;
+use super::parts::Part;
 use crate::id::ShardName;
 use crate::pipeline::read::Sink;
 use crate::store::{Disk, DiskError, DiskFile};
@@ -21,6 +21,40 @@ pub struct RestoreRequest {
     pub shard: Option<ShardName>,
     /// Only these bytes of it; they are written as a file of their own length.
     pub range: Option<Range<u64>>,
+}
+
+/// Where the verified bytes of a read go.
+pub(super) enum Output<'a> {
+    /// Into files.
+    Files(&'a RestoreRequest),
+    /// Into what the caller brought, one for each part of the request.
+    Sinks(&'a [Arc<dyn Sink>]),
+    /// Nowhere: they are only verified.
+    Nowhere,
+}
+
+impl<'a> Output<'a> {
+    /// The files to write, if it is files.
+    pub(super) fn files(&self) -> Option<&'a RestoreRequest> {
+        match self {
+            Output::Files(request) => Some(request),
+            _ => None,
+        }
+    }
+}
+
+/// Counts what passes on its way to the caller's own sink.
+pub(super) struct CountedSink {
+    pub to: Arc<dyn Sink>,
+    pub done: Arc<dyn Fn(u64) + Send + Sync>,
+}
+
+impl Sink for CountedSink {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.to.write_at(offset, bytes)?;
+        (self.done)(bytes.len() as u64);
+        Ok(())
+    }
 }
 
 /// Writes the range of a shard that begins at `start` to a file of its own.

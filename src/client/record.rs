@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
+use super::output::Output;
 use super::{Client, ClientError, ProgressFn, RestoreReport, RestoreRequest};
 use crate::format::records::Node;
 use crate::format::save_record::SaveRecord;
@@ -41,7 +42,8 @@ impl Client {
         let parts = self.parts(job, step, shards, Some(&request))?;
         let directory = self.directory_of(record);
         let incident = Some(BY_RECORD);
-        self.read_parts((job, step), parts, directory, incident, Some(&request), progress).await
+        self.read_parts((job, step), parts, directory, incident, &Output::Files(&request), progress)
+            .await
     }
 
     /// The record's nodes, where they are now, and which of them answer.

@@ -1,6 +1,5 @@
 //! Restoring a checkpoint: plan every stripe, refuse if one cannot be read, then stream (docs/semantics.md, 6).
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -8,18 +7,18 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
-use super::output::{FileSink, NoSink, RestoreRequest, check_output, finish_output};
+use super::output::{
+    CountedSink, FileSink, NoSink, Output, RestoreRequest, check_output, finish_output,
+};
+use super::parts::{Part, ReadRange, Slice, slice};
 use super::{Client, ClientError, Progress, ProgressFn};
-use crate::format::geometry::StripeCut;
-use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
-use crate::gf::FingerprintKey;
+use crate::format::records::{Leaves, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
 use crate::kind::Kind;
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
 use crate::pipeline::records::{self, RecordsError};
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
-use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::calls::GetState;
 
 /// Stripes planned at once.
@@ -56,24 +55,12 @@ pub struct RestoreReport {
     pub incidents: Vec<String>,
 }
 
-/// One shard's part of the request.
-pub(super) struct Part {
-    root: Arc<ShardRoot>,
-    /// The states of its stripes; `None`: the nodes are asked, there is no catalogue.
-    state: Option<ShardState>,
-    key: Arc<FingerprintKey>,
-    range: Range<u64>,
-    /// Below the output folder: the temporary name and the final one.
-    pub(super) temporary: String,
-    pub(super) path: String,
-}
-
-/// Blocks and grains of one stripe that a range touches.
-#[derive(Clone)]
-struct Slice {
-    stripe: u32,
-    blocks: Vec<u8>,
-    grains: Range<u64>,
+/// What a read is after.
+enum Wanted<'a> {
+    /// All of the step, or what the request for files says.
+    All(Output<'a>),
+    /// These ranges.
+    Ranges(&'a [ReadRange]),
 }
 
 /// A slice, the state of its stripe that its reader was planned for, and the reader.
@@ -81,24 +68,6 @@ struct Planned {
     slice: Slice,
     state: StripeState,
     reader: StripeReader,
-}
-
-/// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
-fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<Slice> {
-    let from = range.start.max(cut.offset_bytes);
-    let to = range.end.min(cut.offset_bytes + cut.len_bytes);
-    if from >= to {
-        return None;
-    }
-    let (from, to) = (from - cut.offset_bytes, to - cut.offset_bytes);
-    let (first, last) = (from / cut.block_bytes, (to - 1) / cut.block_bytes);
-    let grains = if first == last {
-        let inside = first * cut.block_bytes;
-        (from - inside) / GRAIN_BYTES..grains(to - inside)
-    } else {
-        0..cut.grains()
-    };
-    Some(Slice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
 }
 
 impl Client {
@@ -110,7 +79,7 @@ impl Client {
         request: RestoreRequest,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, Some(&request), progress).await
+        self.read(job, step, Wanted::All(Output::Files(&request)), progress).await
     }
 
     /// Reads and verifies a committed step (`None`: the latest) without writing anything.
@@ -120,20 +89,33 @@ impl Client {
         step: Option<Step>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, None, progress).await
+        self.read(job, step, Wanted::All(Output::Nowhere), progress).await
     }
 
-    /// Reads what `output` asks for, or all of a step. One that is replaced meanwhile is read as it is then.
+    /// Reads ranges of the shards of a committed step (`None`: the latest) to where each says, verified like a restore. Nothing is
+    /// delivered unless everything can be read; when the call fails later, what was delivered is incomplete. A step that is replaced
+    /// meanwhile is read anew as it is then, so bytes may come twice.
+    pub async fn read_ranges(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        ranges: &[ReadRange],
+        progress: ProgressFn,
+    ) -> Result<RestoreReport, ClientError> {
+        self.read(job, step, Wanted::Ranges(ranges), progress).await
+    }
+
+    /// Reads what is wanted. A step that is replaced meanwhile is read as it is then.
     async fn read(
         &self,
         job: &Job,
         step: Option<Step>,
-        output: Option<&RestoreRequest>,
+        wanted: Wanted<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
         let (mut looks, mut removed) = (0, None);
         loop {
-            match self.read_found(job, step, output, progress.clone()).await {
+            match self.read_found(job, step, &wanted, progress.clone()).await {
                 Err(error @ ClientError::Removed { .. }) if looks < MAX_LOOKS => {
                     removed = Some(error);
                 }
@@ -152,7 +134,7 @@ impl Client {
         &self,
         job: &Job,
         step: Option<Step>,
-        output: Option<&RestoreRequest>,
+        wanted: &Wanted<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
         let found = self.find(job, step).await?;
@@ -160,9 +142,21 @@ impl Client {
         if found.shards.iter().any(|(_, state)| state.is_none()) {
             return Err(ClientError::Removed { job: job.clone(), step });
         }
-        let parts = self.parts(job, step, found.shards, output)?;
         let incident = found.step.by_marks.then_some(BY_MARKS);
-        self.read_parts((job, step), parts, self.directory(), incident, output, progress).await
+        match wanted {
+            Wanted::All(output) => {
+                let parts = self.parts(job, step, found.shards, output.files())?;
+                self.read_parts((job, step), parts, self.directory(), incident, output, progress)
+                    .await
+            }
+            Wanted::Ranges(ranges) => {
+                let parts = self.parts_of_ranges(job, step, found.shards, ranges)?;
+                let sinks: Vec<_> = ranges.iter().map(|range| range.to.clone()).collect();
+                let output = Output::Sinks(&sinks);
+                self.read_parts((job, step), parts, self.directory(), incident, &output, progress)
+                    .await
+            }
+        }
     }
 
     /// Reads `parts` from the nodes of `directory`, which is asked for when the output is found to be free.
@@ -172,10 +166,10 @@ impl Client {
         parts: Vec<Part>,
         directory: impl Future<Output = Result<Directory, ClientError>>,
         incident: Option<&str>,
-        output: Option<&RestoreRequest>,
+        output: &Output<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        if let Some(output) = output {
+        if let Some(output) = output.files() {
             check_output(output, &parts)?;
         }
         let reading = Reading::new(
@@ -202,7 +196,7 @@ impl Client {
         let mut opened = Vec::new();
         about_to(Stage::Deliver, format_args!("{job}/{step}"));
         let result = self.deliver(&reading, &parts, planned, output, &count, &mut opened).await;
-        if let Some(output) = output {
+        if let Some(output) = output.files() {
             if result.is_ok() {
                 about_to(Stage::Finish, format_args!("{job}/{step}"));
             }
@@ -221,56 +215,6 @@ impl Client {
             decoded_stripes,
             incidents,
         })
-    }
-
-    /// What `output` asks for of `shards`: all of them, if nothing.
-    pub(super) fn parts(
-        &self,
-        job: &Job,
-        step: Step,
-        shards: Vec<(ShardRoot, Option<ShardState>)>,
-        output: Option<&RestoreRequest>,
-    ) -> Result<Vec<Part>, ClientError> {
-        let only = output.and_then(|output| output.shard.as_ref());
-        let range = output.and_then(|output| output.range.clone());
-        if range.is_some() && only.is_none() && shards.len() > 1 {
-            return Err(ClientError::RangeOfMany);
-        }
-        let mut parts = Vec::new();
-        for (root, state) in shards {
-            if only.is_some_and(|only| *only != root.name) {
-                continue;
-            }
-            let range = range.clone().unwrap_or(0..root.len_bytes);
-            if range.start > range.end || range.end > root.len_bytes {
-                let (name, len_bytes) = (root.name, root.len_bytes);
-                return Err(ClientError::Range {
-                    name,
-                    from: range.start,
-                    to: range.end,
-                    len_bytes,
-                });
-            }
-            parts.push(Part {
-                key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
-                // Two restores into one folder never meet in one temporary file.
-                temporary: format!(
-                    ".rapidraid-{}-{:016x}",
-                    root.shard,
-                    self.inner.entropy.below(u64::MAX)
-                ),
-                path: root.name.to_string(),
-                root: Arc::new(root),
-                state,
-                range,
-            });
-        }
-        match only {
-            Some(name) if parts.is_empty() => {
-                Err(ClientError::NoShard { job: job.clone(), step, name: name.clone() })
-            }
-            _ => Ok(parts),
-        }
     }
 
     /// A reader for each slice of each part; all stripes that cannot be read are reported together.
@@ -471,20 +415,24 @@ impl Client {
         reading: &Arc<Reading>,
         parts: &[Part],
         planned: Vec<Vec<Planned>>,
-        output: Option<&RestoreRequest>,
+        output: &Output<'_>,
         count: &Arc<dyn Fn(u64) + Send + Sync>,
         opened: &mut Vec<usize>,
     ) -> Result<(), ClientError> {
         let mut work = Vec::new();
         for (at, (part, readers)) in parts.iter().zip(planned).enumerate() {
             let sink: Arc<dyn Sink> = match output {
-                Some(output) => {
+                Output::Files(output) => {
                     let failed = |source| ClientError::Output { path: part.path.clone(), source };
                     let file = output.out.create_new(&part.temporary).map_err(failed)?;
                     opened.push(at);
                     Arc::new(FileSink { file, start: part.range.start, done: count.clone() })
                 }
-                None => Arc::new(NoSink { done: count.clone() }),
+                Output::Sinks(sinks) => match sinks.get(at) {
+                    Some(to) => Arc::new(CountedSink { to: to.clone(), done: count.clone() }),
+                    None => Arc::new(NoSink { done: count.clone() }),
+                },
+                Output::Nowhere => Arc::new(NoSink { done: count.clone() }),
             };
             work.extend(readers.into_iter().map(|reader| (part, sink.clone(), reader)));
         }
@@ -493,23 +441,5 @@ impl Client {
                 self.read_slice(reading, part, planned, sink)
             })
             .await
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::format::geometry::Geometry;
-
-    #[test]
-    fn a_small_range_is_a_small_read() {
-        let geometry = Geometry::checked(10_000_000, 1 << 20, 6, 4).unwrap();
-        let cut = geometry.stripe(0).unwrap();
-        let one = slice(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
-        assert_eq!((one.blocks, one.grains), (vec![1], 1..2));
-        let two = slice(0, &cut, &(1_048_575..1_048_577)).unwrap();
-        assert_eq!((two.blocks, two.grains), (vec![0, 1], 0..16));
-        assert!(slice(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
-        assert!(slice(0, &cut, &(5..5)).is_none());
     }
 }

@@ -8,7 +8,12 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
-use super::{Client, ClientError, LONG_LIMIT, Progress, ProgressFn};
+use tokio::sync::Semaphore;
+
+use super::save_driver::PlainSave;
+use super::{
+    Client, ClientError, LONG_LIMIT, NewShard, Progress, ProgressFn, SaveCode, SaveDriver, SaveFate,
+};
 use crate::code::Layout;
 use crate::format::geometry::Geometry;
 use crate::format::records::{
@@ -17,10 +22,10 @@ use crate::format::records::{
 };
 use crate::format::save_record::{SaveHead, SaveRecord};
 use crate::gf::FingerprintKey;
-use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, ShardName, Step, StripeId};
+use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StripeId};
 use crate::kind::Kind;
 use crate::net::Address;
-use crate::pipeline::save::{Failures, SaveError, Source, Upload};
+use crate::pipeline::save::{Failures, SaveError, Upload};
 use crate::placement::{Spares, place, ring};
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
@@ -30,6 +35,11 @@ use crate::wire::calls::{
 
 /// Shards under way at once.
 const SHARDS_AT_ONCE: usize = 4;
+/// Stripes of one shard under way at once: while the records of one are written, the blocks of the next are on their way.
+const STRIPES_OF_A_SHARD: usize = 2;
+/// Stripes of a save under way at once. A stripe has at most 6 blocks under way; each has two chunks of 256 KiB in memory, unless the
+/// source hands out its own memory, and what the transport has not been acknowledged.
+const STRIPES_AT_ONCE: usize = 4;
 /// A node that does not say its epoch within this has no say in whether a save's epoch is over.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// How long a save waits for the end of a move that it has met, and then for the new home.
@@ -40,14 +50,6 @@ const MOVE_LOOK: Duration = Duration::from_millis(250);
 const HELLOS_AT_ONCE: usize = 32;
 /// How often a save begins anew when its nodes fail under it.
 const RESTARTS: u32 = 2;
-
-/// One shard to save.
-pub struct NewShard {
-    /// Its name.
-    pub name: ShardName,
-    /// Its bytes.
-    pub source: Arc<dyn Source>,
-}
 
 /// How to save.
 #[derive(Debug, Clone, Copy, Default)]
@@ -113,6 +115,7 @@ struct Saving {
     roots: Mutex<BTreeMap<u32, ShardRoot>>,
     directory: Directory,
     failures: Arc<Failures>,
+    stripes: Semaphore,
     progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
@@ -126,18 +129,36 @@ impl Client {
         options: SaveOptions,
         progress: ProgressFn,
     ) -> Result<SaveReport, ClientError> {
-        let mut names = HashSet::new();
-        if let Some(twice) = shards.iter().find(|shard| !names.insert(&shard.name)) {
-            return Err(ClientError::DuplicateName { name: twice.name.clone() });
-        }
-        if shards.is_empty() {
-            return Err(ClientError::NoShards);
-        }
+        check_names(&shards)?;
+        let entropy = self.inner.entropy.clone();
+        let driver = Arc::new(PlainSave { shards, entropy });
+        self.save_with(job, step, options, driver, progress).await
+    }
+
+    /// Saves a checkpoint that `driver` steers. Returns when it is committed and visible.
+    pub async fn save_with(
+        &self,
+        job: &Job,
+        step: Step,
+        options: SaveOptions,
+        driver: Arc<dyn SaveDriver>,
+        progress: ProgressFn,
+    ) -> Result<SaveReport, ClientError> {
         let (mut restarts, mut avoid) = (0, Vec::new());
         loop {
-            let saving = self.begin(job, step, options, &avoid, &shards, &progress).await?;
+            let kept = driver.begin(restarts);
+            let save = kept.map_err(|source| ClientError::SaveId { source })?;
+            let mut saving = self.begin(job, step, options, &avoid, save).await?;
             let lease = self.keep_lease(&saving.begun);
-            let result = saving.run(&shards).await;
+            let prepared = saving.shards_of(&*driver, &progress);
+            let shards = match prepared {
+                Ok(shards) => shards,
+                Err(error) => {
+                    saving.abort().await;
+                    return Err(error);
+                }
+            };
+            let result = saving.run(&shards, &*driver).await;
             drop(lease);
             let error = match result {
                 Ok(saved) => return saving.report(saved),
@@ -170,27 +191,45 @@ impl Client {
         }
     }
 
+    /// Finds out what became of a save of which its client does not know: one that is still open is aborted, one that is decided is
+    /// made visible. An id that no gateway ever saw counts as aborted.
+    pub async fn settle_save(
+        &self,
+        job: &Job,
+        step: Step,
+        save: SaveId,
+    ) -> Result<SaveFate, ClientError> {
+        let aborted = self.ask(&Abort { job: job.clone(), step, save }).await;
+        match aborted {
+            Ok(()) => Ok(SaveFate::Aborted),
+            Err(error) if error.kind() == Kind::Exists => {
+                // What is decided is not checked against the number of its shards any more.
+                let commit = Commit { job: job.clone(), step, save, shards: 0 };
+                match self.ask_within(&commit, LONG_LIMIT).await {
+                    Ok(_) => Ok(SaveFate::Committed),
+                    // It was committed, and has been removed or replaced since.
+                    Err(error) if matches!(error.kind(), Kind::Fenced | Kind::NotFound) => {
+                        Ok(SaveFate::Committed)
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     async fn begin(
         &self,
         job: &Job,
         step: Step,
         options: SaveOptions,
         avoid: &[NodeId],
-        shards: &[NewShard],
-        progress: &ProgressFn,
+        save: SaveId,
     ) -> Result<Saving, ClientError> {
-        let mut save = SaveId([0; 12]);
-        self.inner.entropy.fill(&mut save.0);
         let (job, avoid) = (job.clone(), avoid.to_vec());
         let begin = Begin { job: job.clone(), step, replace: options.replace, save, avoid };
         let begun = self.ask(&begin).await?;
         let cluster = self.cluster().await?;
-        let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
-        let (done, progress) = (AtomicU64::new(0), progress.clone());
-        let count = move |bytes| {
-            let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-            progress(Progress { done_bytes, total_bytes });
-        };
         let live = begun.nodes.iter().map(|node| NodeView { node: node.clone(), live: true });
         Ok(Saving {
             client: self.clone(),
@@ -201,7 +240,8 @@ impl Client {
             begun,
             roots: Mutex::default(),
             failures: Arc::default(),
-            progress: Arc::new(count),
+            stripes: Semaphore::new(STRIPES_AT_ONCE),
+            progress: Arc::new(|_| ()),
         })
     }
 
@@ -222,8 +262,38 @@ impl Client {
     }
 }
 
+fn check_names(shards: &[NewShard]) -> Result<(), ClientError> {
+    let mut names = HashSet::new();
+    if let Some(twice) = shards.iter().find(|shard| !names.insert(&shard.name)) {
+        return Err(ClientError::DuplicateName { name: twice.name.clone() });
+    }
+    if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
+}
+
 impl Saving {
-    async fn run(&self, shards: &[NewShard]) -> Result<Saved, ClientError> {
+    /// The driver's shards; progress counts from here over all of them.
+    fn shards_of(
+        &mut self,
+        driver: &dyn SaveDriver,
+        progress: &ProgressFn,
+    ) -> Result<Vec<NewShard>, ClientError> {
+        let BeginAnswer { n, k, block_bytes, .. } = self.begun;
+        let shards = driver.shards(SaveCode { n, k, block_bytes })?;
+        check_names(&shards)?;
+        let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
+        let (done, progress) = (AtomicU64::new(0), progress.clone());
+        self.progress = Arc::new(move |bytes| {
+            let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            progress(Progress { done_bytes, total_bytes });
+        });
+        Ok(shards)
+    }
+
+    async fn run(
+        &self,
+        shards: &[NewShard],
+        driver: &dyn SaveDriver,
+    ) -> Result<Saved, ClientError> {
         let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
         let work = (0u32..).zip(shards).map(|(index, shard)| self.shard(index, count, shard));
         // Collected, so that the future of a save can be sent to another thread.
@@ -231,6 +301,7 @@ impl Saving {
         let done: Vec<()> =
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
+        driver.confirm().await.map_err(|why| ClientError::CalledOff { why })?;
         self.commit(shards.len()).await
     }
 
@@ -340,13 +411,11 @@ impl Saving {
             failures: self.failures.clone(),
             progress: self.progress.clone(),
         };
-        let mut hashes = Vec::with_capacity(geometry.stripes() as usize);
-        for stripe in 0..geometry.stripes() {
-            hashes.push(
-                self.stripe(&upload, &ring, &geometry, StripeId { shard: id, index: stripe })
-                    .await?,
-            );
-        }
+        let stripes = (0..geometry.stripes()).map(|index| StripeId { shard: id, index });
+        let work = stripes.map(|stripe| self.stripe(&upload, &ring, &geometry, stripe));
+        let work: Vec<_> = work.collect();
+        let hashes: Vec<[u8; 32]> =
+            stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
         let root = ShardRoot {
             job: self.job.clone(),
             step: self.step,
@@ -377,6 +446,8 @@ impl Saving {
         geometry: &Geometry,
         stripe: StripeId,
     ) -> Result<[u8; 32], ClientError> {
+        // Never closed while the save runs.
+        let _slot = self.stripes.acquire().await;
         let (n, k) = (geometry.n.into(), geometry.k.into());
         let mut places = place(ring, n, k, stripe.index)?;
         let spares = Spares::new(ring, upload.layout, &places, |_| true);

@@ -50,6 +50,12 @@ pub trait Source: Send + Sync + 'static {
 
     /// Fills `out` from `offset` on.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
+
+    /// Returns `len` bytes from `offset` on as they lie in memory, when the source has them there in one piece: they are hashed and sent
+    /// without a copy. The memory must not change before the save has ended, because a block whose holder fails is read again.
+    fn bytes_at(&self, _offset: u64, _len: usize) -> Option<Bytes> {
+        None
+    }
 }
 
 impl Source for Bytes {
@@ -62,6 +68,11 @@ impl Source for Bytes {
         let range = from.checked_add(out.len()).and_then(|to| self.get(from..to));
         out.copy_from_slice(range.ok_or(io::ErrorKind::UnexpectedEof)?);
         Ok(())
+    }
+
+    fn bytes_at(&self, offset: u64, len: usize) -> Option<Bytes> {
+        let from = usize::try_from(offset).ok()?;
+        (from.checked_add(len)? <= self.len()).then(|| self.slice(from..from + len))
     }
 }
 
@@ -456,9 +467,19 @@ impl Upload {
     ) -> Result<Chunk, SaveError> {
         let (source, key, name) = (self.source.clone(), self.key.clone(), self.name.clone());
         let job = move || {
-            let mut bytes = vec![0; len as usize];
-            let failed = |source| SaveError::Source { shard: name, offset: start + offset, source };
-            source.read_at(start + offset, &mut bytes).map_err(failed)?;
+            let bytes = match source.bytes_at(start + offset, len as usize) {
+                Some(bytes) => bytes,
+                None => {
+                    let mut bytes = vec![0; len as usize];
+                    let read = source.read_at(start + offset, &mut bytes);
+                    read.map_err(|source| SaveError::Source {
+                        shard: name,
+                        offset: start + offset,
+                        source,
+                    })?;
+                    Bytes::from(bytes)
+                }
+            };
             let first = offset / GRAIN_BYTES;
             let mut chunk =
                 Chunk { bytes: Bytes::new(), hashes: Vec::new(), fingerprints: Vec::new() };
@@ -466,7 +487,7 @@ impl Upload {
                 chunk.hashes.extend(grain_hash(len_bytes, index, grain));
                 chunk.fingerprints.push(key.fingerprint(grain)?);
             }
-            chunk.bytes = bytes.into();
+            chunk.bytes = bytes;
             Ok(chunk)
         };
         self.workers.run(job).await?

@@ -1,0 +1,160 @@
+//! Which bytes of which shards a read wants, and which blocks and grains of a stripe those are.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::output::RestoreRequest;
+use super::{Client, ClientError};
+use crate::format::geometry::StripeCut;
+use crate::format::records::{ShardRoot, ShardState};
+use crate::gf::FingerprintKey;
+use crate::id::{Job, ShardName, Step};
+use crate::pipeline::read::Sink;
+use crate::units::{GRAIN_BYTES, grains};
+
+/// Bytes of a shard that are wanted in memory.
+pub struct ReadRange {
+    /// The shard.
+    pub shard: ShardName,
+    /// The bytes.
+    pub range: Range<u64>,
+    /// Where they go; told their offset in the shard.
+    pub to: Arc<dyn Sink>,
+}
+
+/// One shard's part of the request.
+pub(super) struct Part {
+    pub(super) root: Arc<ShardRoot>,
+    /// The states of its stripes; `None`: the nodes are asked, there is no catalogue.
+    pub(super) state: Option<ShardState>,
+    pub(super) key: Arc<FingerprintKey>,
+    pub(super) range: Range<u64>,
+    /// Below the output folder: the temporary name and the final one.
+    pub(super) temporary: String,
+    pub(super) path: String,
+}
+
+/// Blocks and grains of one stripe that a range touches.
+#[derive(Clone)]
+pub(super) struct Slice {
+    pub(super) stripe: u32,
+    pub(super) blocks: Vec<u8>,
+    pub(super) grains: Range<u64>,
+}
+
+/// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
+pub(super) fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<Slice> {
+    let from = range.start.max(cut.offset_bytes);
+    let to = range.end.min(cut.offset_bytes + cut.len_bytes);
+    if from >= to {
+        return None;
+    }
+    let (from, to) = (from - cut.offset_bytes, to - cut.offset_bytes);
+    let (first, last) = (from / cut.block_bytes, (to - 1) / cut.block_bytes);
+    let grains = if first == last {
+        let inside = first * cut.block_bytes;
+        (from - inside) / GRAIN_BYTES..grains(to - inside)
+    } else {
+        0..cut.grains()
+    };
+    Some(Slice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
+}
+
+impl Client {
+    /// What `output` asks for of `shards`: all of them, if nothing.
+    pub(super) fn parts(
+        &self,
+        job: &Job,
+        step: Step,
+        shards: Vec<(ShardRoot, Option<ShardState>)>,
+        output: Option<&RestoreRequest>,
+    ) -> Result<Vec<Part>, ClientError> {
+        let only = output.and_then(|output| output.shard.as_ref());
+        let range = output.and_then(|output| output.range.clone());
+        if range.is_some() && only.is_none() && shards.len() > 1 {
+            return Err(ClientError::RangeOfMany);
+        }
+        let mut parts = Vec::new();
+        for (root, state) in shards {
+            if only.is_some_and(|only| *only != root.name) {
+                continue;
+            }
+            let range = range.clone().unwrap_or(0..root.len_bytes);
+            parts.push(self.part(Arc::new(root), state, range)?);
+        }
+        match only {
+            Some(name) if parts.is_empty() => {
+                Err(ClientError::NoShard { job: job.clone(), step, name: name.clone() })
+            }
+            _ => Ok(parts),
+        }
+    }
+
+    /// The part of a shard that `range` is.
+    fn part(
+        &self,
+        root: Arc<ShardRoot>,
+        state: Option<ShardState>,
+        range: Range<u64>,
+    ) -> Result<Part, ClientError> {
+        if range.start > range.end || range.end > root.len_bytes {
+            let (name, len_bytes) = (root.name.clone(), root.len_bytes);
+            return Err(ClientError::Range { name, from: range.start, to: range.end, len_bytes });
+        }
+        Ok(Part {
+            key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
+            // Two restores into one folder never meet in one temporary file.
+            temporary: format!(
+                ".rapidraid-{}-{:016x}",
+                root.shard,
+                self.inner.entropy.below(u64::MAX)
+            ),
+            path: root.name.to_string(),
+            root,
+            state,
+            range,
+        })
+    }
+
+    /// A part for each of `ranges`, in their order.
+    pub(super) fn parts_of_ranges(
+        &self,
+        job: &Job,
+        step: Step,
+        shards: Vec<(ShardRoot, Option<ShardState>)>,
+        ranges: &[ReadRange],
+    ) -> Result<Vec<Part>, ClientError> {
+        let shards: BTreeMap<_, _> = shards
+            .into_iter()
+            .map(|(root, state)| (root.name.clone(), (Arc::new(root), state)))
+            .collect();
+        let parts = ranges.iter().map(|ReadRange { shard, range, .. }| {
+            let found = shards.get(shard).ok_or_else(|| ClientError::NoShard {
+                job: job.clone(),
+                step,
+                name: shard.clone(),
+            })?;
+            self.part(found.0.clone(), found.1.clone(), range.clone())
+        });
+        parts.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::geometry::Geometry;
+
+    #[test]
+    fn a_small_range_is_a_small_read() {
+        let geometry = Geometry::checked(10_000_000, 1 << 20, 6, 4).unwrap();
+        let cut = geometry.stripe(0).unwrap();
+        let one = slice(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
+        assert_eq!((one.blocks, one.grains), (vec![1], 1..2));
+        let two = slice(0, &cut, &(1_048_575..1_048_577)).unwrap();
+        assert_eq!((two.blocks, two.grains), (vec![0, 1], 0..16));
+        assert!(slice(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
+        assert!(slice(0, &cut, &(5..5)).is_none());
+    }
+}

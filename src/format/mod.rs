@@ -13,6 +13,7 @@ pub mod records;
 pub mod save_record;
 pub mod table;
 pub mod tree;
+pub mod value;
 
 use crate::kind::Kind;
 use envelope::RecordKind;

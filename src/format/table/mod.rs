@@ -254,6 +254,18 @@ impl Table {
         self
     }
 
+    /// Returns the table with a hash for each extent, in their order. Fails when the counts differ.
+    pub fn with_hashes(mut self, hashes: &[[u8; 32]]) -> Result<Self, TableError> {
+        if hashes.len() != self.extents.len() {
+            let (row, rows) = (hashes.len() as u32, self.extents.len());
+            return Err(TableError::Row { section: Section::Extents, row, rows });
+        }
+        for (extent, hash) in self.extents.iter_mut().zip(hashes) {
+            extent.hash = Some(*hash);
+        }
+        Ok(self)
+    }
+
     /// Returns where the last extent of this save in `shard` ends: the least length of the shard's
     /// data.
     pub fn data_end_bytes(&self, shard: u32) -> u64 {

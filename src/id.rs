@@ -91,6 +91,28 @@ random_id!(
     LeaseId, 16, "lease id"
 );
 
+random_id!(
+    /// One incarnation of a training job with all its ranks; a restart is a new launch.
+    LaunchId, 16, "launch id"
+);
+random_id!(
+    /// One process of a launch, as the staging daemon knows it.
+    MemberId, 16, "member id"
+);
+random_id!(
+    /// One filling of one step by all ranks of a launch. A step that is dropped and filled again has another one, so parts of two fillings
+    /// never mix.
+    FillId, 16, "fill id"
+);
+random_id!(
+    /// The staging folder of one host. It outlives the daemon, so ranks that see the same one are on the same host.
+    InstanceId, 16, "instance id"
+);
+random_id!(
+    /// A shared-memory file that a trainer writes its state into.
+    SegmentId, 16, "segment id"
+);
+
 impl ShardId {
     /// Shard `index` of `save`. The number `u32::MAX` stands for the save itself, in places that file by shard.
     pub fn new(save: SaveId, index: u32) -> Self {

@@ -1,11 +1,18 @@
 //! Checkpoint storage that distributed trainers trust.
 //!
 //! The library is a house of floors (`docs/architecture.md`); a floor uses only the floors below it.
+//!
+//! Without the feature `cluster` only what a trainer's process needs is built: formats, and the trainer's side of staging.
 
+#[cfg(feature = "cluster")]
 pub mod budget;
+#[cfg(feature = "cluster")]
 pub mod catalogue;
+#[cfg(feature = "cluster")]
 pub mod cli;
+#[cfg(feature = "cluster")]
 pub mod client;
+#[cfg(feature = "cluster")]
 pub mod clock;
 pub mod code;
 pub mod config;
@@ -14,15 +21,24 @@ pub mod format;
 pub mod gf;
 pub mod id;
 pub mod kind;
+#[cfg(feature = "cluster")]
 pub mod net;
+#[cfg(feature = "cluster")]
 pub mod node;
+#[cfg(feature = "cluster")]
 pub mod pipeline;
+#[cfg(feature = "cluster")]
 pub mod placement;
 pub mod plan;
+#[cfg(feature = "cluster")]
 pub mod planner;
 pub mod stage;
+#[cfg(feature = "cluster")]
 pub mod store;
+#[cfg(feature = "cluster")]
 pub mod topology;
+pub mod trainer;
 pub mod units;
 pub mod wire;
+#[cfg(feature = "cluster")]
 pub mod workers;

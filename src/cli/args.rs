@@ -1,11 +1,15 @@
 //! What can be typed: commands, options, and the help that teaches them.
 
+mod staging;
+
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand, ValueEnum};
+
+pub use staging::Stage;
 
 use super::printer::{Answer, Failure, Look, Printer};
 use super::words::{AnyStep, ByteRange, ExactStep, NewNode, Setting, Shape};
@@ -47,6 +51,8 @@ pub enum Command {
     Cluster(Cluster),
     /// Run a storage node (the daemon)
     Node(Node),
+    /// Run the staging daemon of a training host, or ask it
+    Stage(Stage),
     /// Store files and folders as one checkpoint; returns when it is committed
     Save(Save),
     /// Turn the replicas of a checkpoint into coded pieces, in place

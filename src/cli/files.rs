@@ -210,6 +210,12 @@ pub fn free_bytes(path: &Path) -> Result<u64, Failure> {
     Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
+/// Bytes of the file system that `path` is on, used or free.
+pub fn total_bytes(path: &Path) -> Result<u64, Failure> {
+    let found = rustix::fs::statvfs(path).map_err(|e| io_failure("look at", path, &e.into()))?;
+    Ok(found.f_blocks.saturating_mul(found.f_frsize))
+}
+
 /// What a path leads to; symbolic links are followed.
 pub fn kind_of(path: &Path) -> Result<fs::FileType, Failure> {
     let found = fs::metadata(path).map_err(|error| io_failure("read", path, &error))?;

@@ -20,6 +20,12 @@ pub fn of_daemon(config: &NodeConfig) {
     start(filter, config.log_format);
 }
 
+/// The log of a staging daemon.
+pub fn of_staging() {
+    let filter = EnvFilter::try_from_default_env();
+    start(filter.unwrap_or_else(|_| EnvFilter::new("warn,rapidraid=info")), LogFormat::Text);
+}
+
 /// The log of a command: none, unless it is asked for.
 pub fn of_command(env: &BTreeMap<String, String>) {
     if let Some(filter) = env.get(FILTER).and_then(|text| EnvFilter::try_new(text).ok()) {

@@ -21,6 +21,7 @@ mod remove_node;
 mod rules;
 pub mod sample;
 mod save;
+mod stage;
 mod status;
 mod steps;
 pub mod table;
@@ -69,7 +70,7 @@ pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
 }
 
 async fn command(front: &mut Front, command: Command) -> Outcome {
-    if !matches!(command, Command::Node(_)) {
+    if !matches!(command, Command::Node(_) | Command::Stage(_)) {
         log::of_command(&front.env);
     }
     match command {
@@ -78,6 +79,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Cluster(Cluster::RemoveNode(options)) => remove_node::run(front, options).await,
         Command::Cluster(Cluster::AddNode(options)) => add_node::run(&options),
         Command::Node(options) => node::run(front, options).await,
+        Command::Stage(options) => stage::run(front, options).await,
         Command::Save(options) => save::run(front, options).await,
         Command::Archive(options) => transfer::archive(front, options).await,
         Command::Restore(options) => transfer::restore(front, options).await,

@@ -107,6 +107,11 @@ impl Signals {
         })
     }
 
+    /// Returns at the next interrupt by hand.
+    pub async fn interrupted(&mut self) {
+        self.interrupt.recv().await;
+    }
+
     /// The name of the next one.
     pub async fn next(&mut self) -> &'static str {
         tokio::select! {
@@ -117,7 +122,7 @@ impl Signals {
 }
 
 /// Resolves when stdin ends. The thread is left behind: nothing else reads stdin.
-fn end_of_stdin() -> oneshot::Receiver<()> {
+pub fn end_of_stdin() -> oneshot::Receiver<()> {
     let (ended, gone) = oneshot::channel();
     std::thread::spawn(move || {
         let mut buffer = [0; 256];

@@ -61,8 +61,20 @@ pub const JOB_SETTINGS: [&str; 3] =
     ["policy.job.*.archive_all_but", "policy.job.*.keep_newest", "policy.job.*.keep_every"];
 
 /// Every setting of a client's file.
-pub const CLIENT_SETTINGS: &[&str] =
-    &["cluster", "name", "certificate", "key", "ca", "seeds", "network.congestion"];
+pub const CLIENT_SETTINGS: &[&str] = &[
+    "cluster",
+    "name",
+    "certificate",
+    "key",
+    "ca",
+    "seeds",
+    "network.congestion",
+    "staging.dir",
+    "staging.memory",
+    "staging.token",
+    "staging.fill_s",
+    "staging.stop_s",
+];
 
 /// Who this process is, how it proves it, and whom it asks first.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,7 +146,29 @@ pub struct ClientConfig {
     pub membership: Membership,
     /// How it finds out what its link carries.
     pub congestion: Congestion,
+    /// The staging daemon of a training host.
+    pub staging: StagingConfig,
 }
+
+/// Settings of a staging daemon (docs/staging.md).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StagingConfig {
+    /// The staging folder; `None`: one for the user and the cluster in the host's shared memory.
+    pub dir: Option<PathBuf>,
+    /// The limit on all segments, in bytes; `None`: it follows from the size of the folder's file system.
+    pub memory_bytes: Option<u64>,
+    /// A file whose content trainers have to send.
+    pub token: Option<PathBuf>,
+    /// How long the ranks of a launch may take to stage a step, from the first that begins.
+    pub fill: Duration,
+    /// How long a daemon that is to end goes on saving what is staged.
+    pub stop: Duration,
+}
+
+/// How long ranks may take to stage a step where nothing else is configured.
+const DEFAULT_FILL: Duration = Duration::from_secs(120);
+/// How long a staging daemon goes on saving after SIGTERM where nothing else is configured.
+const DEFAULT_STOP: Duration = Duration::from_secs(300);
 
 const SEEDS: &str = "a list of 1 to 64 nodes as HOST:PORT";
 
@@ -219,7 +253,8 @@ impl ClientConfig {
         let layers = Layers::parse(sources, "a client", CLIENT_SETTINGS, &[], NODE_SETTINGS)?;
         let seeds = layers.need("seeds", SEEDS, |v| value::seeds(v, 1))?;
         let congestion = congestion(&layers)?;
-        Ok(Self { membership: Membership::read(&layers, seeds)?, congestion })
+        let staging = StagingConfig::read(&layers)?;
+        Ok(Self { membership: Membership::read(&layers, seeds)?, congestion, staging })
     }
 
     /// The files in which a client's configuration may be, in the order in which to look; the first that exists is
@@ -235,6 +270,26 @@ impl ClientConfig {
             .or_else(|| set("HOME").map(|home| home.join(".config")));
         let user = folder.map(|folder| folder.join("rapidraid").join(FILE_NAME));
         [Some(PathBuf::from(FILE_NAME)), user].into_iter().flatten().collect()
+    }
+}
+
+impl StagingConfig {
+    fn read(layers: &Layers<'_>) -> Result<Self, ConfigError> {
+        let path = |key| -> Result<Option<PathBuf>, ConfigError> {
+            let read =
+                |v: &layers::Value| v.text().filter(|text| !text.is_empty()).map(PathBuf::from);
+            let found = layers.get(key, "a path, relative to this file's folder", read)?;
+            Ok(found.map(|path| layers.folder().join(path)))
+        };
+        let memory = "a size of at least 1MiB, such as \"64GiB\"";
+        Ok(Self {
+            dir: path("staging.dir")?,
+            memory_bytes: layers
+                .get("staging.memory", memory, |v| value::size(v).filter(|bytes| *bytes >= MIB))?,
+            token: path("staging.token")?,
+            fill: seconds(layers, "staging.fill_s", DEFAULT_FILL)?,
+            stop: seconds(layers, "staging.stop_s", DEFAULT_STOP)?,
+        })
     }
 }
 

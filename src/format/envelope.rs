@@ -75,6 +75,14 @@ pub enum RecordKind {
     Heard = 18,
     /// What a client keeps of a save, before its shard roots.
     SaveHead = 19,
+    /// Whose staging folder this is.
+    StagingFolder = 20,
+    /// Whose segment a file of a staging folder is.
+    SegmentOwner = 21,
+    /// A step in a staging folder.
+    StagedStep = 22,
+    /// A job in a staging folder.
+    StagedJob = 23,
 }
 
 impl fmt::Display for RecordKind {
@@ -99,6 +107,10 @@ impl fmt::Display for RecordKind {
             Self::Graves => "graves",
             Self::Heard => "heard revision",
             Self::SaveHead => "save's head",
+            Self::StagingFolder => "staging folder",
+            Self::SegmentOwner => "segment owner",
+            Self::StagedStep => "staged step",
+            Self::StagedJob => "staged job",
         })
     }
 }

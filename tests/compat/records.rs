@@ -16,11 +16,16 @@ use rapidraid::format::records::{
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
-    Attempt, ClusterId, Epoch, Generation, LeaseId, MapId, NodeId, PeerName, SaveId, ShardId, Step,
-    StripeId,
+    Attempt, ClusterId, Epoch, FillId, Generation, InstanceId, LaunchId, LeaseId, MapId, MemberId,
+    NodeId, PeerName, SaveId, SegmentId, ShardId, Step, StripeId,
 };
 use rapidraid::kind::Kind;
 use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+use rapidraid::trainer::daemon::core::LoadAnswer;
+use rapidraid::trainer::daemon::records::{
+    InstanceRecord, JobRecord, LaunchRecord, OwnerRecord, SaveState, StepRecord,
+};
+use rapidraid::trainer::protocol::{Place, Resumed};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
@@ -230,6 +235,46 @@ fn folder_record(name: &str, path: &'static str) -> Case {
     Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
 }
 
+const LAUNCH: LaunchId = LaunchId([0x1a; 16]);
+const FILL: FillId = FillId([0xf1; 16]);
+
+fn staging_folder() -> InstanceRecord {
+    let boot = "0f1e2d3c-0000-4000-8000-000000000001".to_owned();
+    InstanceRecord { instance: InstanceId([0x15; 16]), cluster: CLUSTER, boot }
+}
+
+fn segment_owner() -> OwnerRecord {
+    let place = Place { job: "gpt".parse().unwrap(), launch: LAUNCH, world: 8, rank: 3 };
+    OwnerRecord { member: MemberId([0x3e; 16]), place, len_bytes: 1 << 30 }
+}
+
+fn staged_step(save: SaveState) -> StepRecord {
+    let segments = vec![SegmentId([0x5e; 16]), SegmentId([0x5f; 16])];
+    let (job, step) = ("gpt".parse().unwrap(), Step(1200));
+    StepRecord { job, step, launch: LAUNCH, fill: FILL, segments, save }
+}
+
+fn staged_job() -> JobRecord {
+    let resumed =
+        Resumed { loaded: Some(Step(1100)), newest_seen: Some(Step(1200)), abandon_later: true };
+    let newest = LaunchRecord {
+        launch: LAUNCH,
+        world: 8,
+        born_ns: 1 << 50,
+        resumed,
+        keep: 3,
+        committed_before: Some(vec![Step(1000), Step(1100)]),
+    };
+    JobRecord {
+        job: "gpt".parse().unwrap(),
+        newest: Some(newest),
+        old: vec![LaunchId([0x1b; 16])],
+        dropped: vec![FILL],
+        abandoned: vec![(Step(1200), SAVE)],
+        loads: vec![LoadAnswer { launch: LAUNCH, number: 1, step: Step(1100) }],
+    }
+}
+
 /// All of them.
 pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
@@ -267,6 +312,12 @@ pub fn cases() -> Vec<Case> {
         folder_record("graves", GRAVES),
         folder_record("heard revision", "heard"),
         record("save's head", head()),
+        record("staging folder", staging_folder()),
+        record("segment owner", segment_owner()),
+        record("staged step", staged_step(SaveState::Unsaved)),
+        record("staged step, begun", staged_step(SaveState::Begun { saves: vec![SAVE] })),
+        record("staged step, committed", staged_step(SaveState::Committed { save: SAVE })),
+        record("staged job", staged_job()),
     ]
 }
 

@@ -14,6 +14,7 @@ use rapidraid::format::records::{
 use rapidraid::id::{ClusterId, PeerName, SaveId};
 use rapidraid::store::kv::Batch;
 use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store, StoreError};
+use rapidraid::trainer::daemon::records::{InstanceRecord, JobRecord, OwnerRecord, StepRecord};
 
 use crate::fixtures;
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
@@ -83,6 +84,10 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(15) => record(bytes, |value: Removing| plain(&value)),
         Some(16) => record(bytes, |value: Members| plain(&value)),
         Some(19) => record(bytes, |value: SaveHead| plain(&value)),
+        Some(20) => record(bytes, |value: InstanceRecord| plain(&value)),
+        Some(21) => record(bytes, |value: OwnerRecord| plain(&value)),
+        Some(22) => record(bytes, |value: StepRecord| plain(&value)),
+        Some(23) => record(bytes, |value: JobRecord| plain(&value)),
         _ => Ok(Seen::default()),
     }
 }

@@ -1,0 +1,262 @@
+//! `stage`: the staging daemon of a training host as a process, and questions to the one that runs.
+
+mod detach;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use tokio::sync::oneshot;
+
+use super::args::Stage;
+use super::node::Signals;
+use super::printer::{Answer, Failure};
+use super::table::{Paint, Table};
+use super::{Front, Outcome, connect, files, log};
+use crate::client::Client;
+use crate::clock::SystemClock;
+use crate::config::ClientConfig;
+use crate::entropy::SystemEntropy;
+use crate::id::Job;
+use crate::kind::Kind;
+use crate::trainer::StagingError;
+use crate::trainer::daemon::{Running, Settings, StagingDaemon};
+use crate::trainer::protocol::{Answer as Told, Request, Status};
+use crate::trainer::session::{Session, Wait, default_dir};
+use crate::units::ByteCount;
+use crate::workers::Workers;
+
+/// Without a setting, segments may take so much of the folder's file system.
+const MEMORY_PERCENT: u64 = 80;
+/// The longest token.
+const MAX_TOKEN_BYTES: usize = 4096;
+/// How long a question to the daemon may take.
+const ASK_LIMIT: Duration = Duration::from_secs(10);
+/// Threads for hashing; the daemon yields to training, so more would only wait.
+const WORKERS: usize = 4;
+/// A daemon that was started because a trainer needed it ends when it has had no connection and no segment for so long.
+const IDLE: Duration = Duration::from_secs(60);
+/// How long the daemon goes on saving when its folder was taken away.
+const LOST_LIMIT: Duration = Duration::from_secs(60);
+
+/// The command.
+pub async fn run(front: &mut Front, options: Stage) -> Outcome {
+    let (_, config) = connect::client_config(&options.connect, &front.env)?;
+    let dir = config.staging.dir.clone();
+    let dir = dir.unwrap_or_else(|| default_dir(config.membership.cluster));
+    if options.status {
+        log::of_command(&front.env);
+        return ask(dir, &config, Request::Status).await;
+    }
+    if let Some(job) = options.free {
+        log::of_command(&front.env);
+        return ask(dir, &config, Request::Free { job, with_unsaved: options.force }).await;
+    }
+    if options.detach {
+        return detach::run(&dir, &config, &options.connect).await;
+    }
+    log::of_staging();
+    if options.detached {
+        detach::leave_the_starter()?;
+    }
+    let gone = options.stop_at_eof.then(super::node::end_of_stdin);
+    serve(front, dir, &config, options.detached.then_some(IDLE), gone).await
+}
+
+fn token(config: &ClientConfig) -> Result<Vec<u8>, Failure> {
+    match &config.staging.token {
+        Some(path) => files::read_bytes(path, MAX_TOKEN_BYTES),
+        None => Ok(Vec::new()),
+    }
+}
+
+async fn serve(
+    front: &mut Front,
+    dir: PathBuf,
+    config: &ClientConfig,
+    idle: Option<Duration>,
+    gone: Option<oneshot::Receiver<()>>,
+) -> Outcome {
+    let identity = connect::identity(&config.membership)?;
+    let mut signals = Signals::new()?;
+    let seeds = config.membership.seeds.iter().map(ToString::to_string).collect();
+    let client = Client::unconnected(&identity, seeds, config.congestion).await;
+    let client = client.map_err(|error| connect::failure(&error))?;
+    let parent = dir.parent().map(PathBuf::from).unwrap_or_default();
+    let memory_bytes = match config.staging.memory_bytes {
+        Some(bytes) => bytes,
+        None => files::total_bytes(&parent)? / 100 * MEMORY_PERCENT,
+    };
+    let settings = Settings {
+        dir: dir.clone(),
+        memory_bytes,
+        fill: config.staging.fill,
+        token: token(config)?,
+        cluster: config.membership.cluster,
+    };
+    let entropy = std::sync::Arc::new(SystemEntropy);
+    let clock = SystemClock::new();
+    let running =
+        StagingDaemon::start(settings, client.clone(), clock, entropy, Workers::new(WORKERS)).await;
+    let running = running.map_err(|error| Failure::of(error.kind(), &error))?;
+    let (pid, limit) = (std::process::id(), ByteCount(memory_bytes));
+    front.printer.note(&format!("ready: staging in {} with {limit} (pid {pid})", dir.display()));
+    let outcome = until_end(front, &running, &mut signals, config.staging.stop, idle, gone).await;
+    drop(running);
+    connect::close(&client).await;
+    outcome
+}
+
+async fn until_end(
+    front: &mut Front,
+    running: &Running,
+    signals: &mut Signals,
+    stop: Duration,
+    idle: Option<Duration>,
+    gone: Option<oneshot::Receiver<()>>,
+) -> Outcome {
+    let starter_gone = async {
+        match gone {
+            Some(gone) => drop(gone.await),
+            None => std::future::pending().await,
+        }
+    };
+    let is_idle = async {
+        match idle {
+            Some(limit) => running.idle(limit).await,
+            None => std::future::pending().await,
+        }
+    };
+    let limit = tokio::select! {
+        () = is_idle => return Ok(Box::new(Ended)),
+        () = starter_gone => return Ok(Box::new(Ended)),
+        which = signals.next() => {
+            front.printer.note(&format!("{which}: what is staged is saved first, for at most {} s", stop.as_secs()));
+            stop
+        }
+        () = running.lost() => LOST_LIMIT,
+    };
+    // Schedulers repeat SIGTERM; only an interrupt by hand ends it earlier.
+    let left = tokio::select! {
+        left = running.quiet(limit) => left,
+        () = signals.interrupted() => running.quiet(Duration::ZERO).await,
+    };
+    if left.is_empty() {
+        return Ok(Box::new(Ended));
+    }
+    let message = format!("ended while steps were not committed:\n  {}", left.join("\n  "));
+    let hint = "start it again on this host: what all ranks had staged goes on from memory";
+    Err(Failure::new(Kind::Unavailable, message).with_hint(hint))
+}
+
+struct Ended;
+
+impl Answer for Ended {
+    fn json(&self) -> Map<String, Value> {
+        Map::from_iter([("stopped".to_owned(), json!(true))])
+    }
+    fn text(&self, _: Paint) -> String {
+        String::new()
+    }
+}
+
+/// A failure of the trainer's side.
+fn failure(error: &StagingError) -> Failure {
+    let failure = Failure::of(error.kind(), error);
+    match error.hint() {
+        hint if hint.is_empty() => failure,
+        hint => failure.with_hint(hint),
+    }
+}
+
+async fn ask(dir: PathBuf, config: &ClientConfig, request: Request) -> Outcome {
+    let token = config.staging.token.clone();
+    let asked = tokio::task::spawn_blocking(move || {
+        let mut proceed = || true;
+        let mut wait = Wait::new(ASK_LIMIT, &mut proceed);
+        let mut session = Session::connect(&dir, token.as_deref(), &mut wait)?;
+        let (answer, _) = session.ask("the staging daemon", &request, &mut wait)?;
+        Ok((answer, session.daemon_pid()))
+    });
+    let died = |error| Failure::new(Kind::Internal, format!("a task died: {error}"));
+    match asked.await.map_err(died)?.map_err(|error: StagingError| failure(&error))? {
+        (Told::Status(status), pid) => Ok(Box::new(Held { status, pid })),
+        (Told::Freed { bytes }, _) => Ok(Box::new(Freed(bytes))),
+        _ => Err(Failure::new(Kind::Internal, "the daemon gave another answer")),
+    }
+}
+
+struct Freed(u64);
+
+impl Answer for Freed {
+    fn json(&self) -> Map<String, Value> {
+        Map::from_iter([("freed_bytes".to_owned(), json!(self.0))])
+    }
+    fn text(&self, _: Paint) -> String {
+        format!("{} given back\n", ByteCount(self.0))
+    }
+}
+
+struct Held {
+    status: Status,
+    pid: u32,
+}
+
+impl Answer for Held {
+    fn json(&self) -> Map<String, Value> {
+        let job = |job: &crate::trainer::protocol::JobStatus| {
+            let steps: Vec<Value> = job
+                .steps
+                .iter()
+                .map(|step| {
+                    json!({ "step": step.step, "state": step.state, "bytes": step.len_bytes, "staged": step.staged, "world": step.world })
+                })
+                .collect();
+            json!({
+                "job": job.job, "launch": job.launch.map(|launch| launch.to_string()), "members": job.members,
+                "segment_bytes": job.segment_bytes, "steps": steps,
+            })
+        };
+        let jobs: Vec<Value> = self.status.jobs.iter().map(job).collect();
+        let fields = json!({
+            "pid": self.pid, "instance": self.status.instance.to_string(), "memory_bytes": self.status.memory_bytes,
+            "used_bytes": self.status.used_bytes, "jobs": jobs,
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let (used, limit) =
+            (ByteCount(self.status.used_bytes), ByteCount(self.status.memory_bytes));
+        let mut out = format!("staging daemon {}: {used} of {limit} in segments\n", self.pid);
+        let mut table = Table::new(&["JOB", ">STEP", "STATE", ">SIZE", ">RANKS", ">PROCESSES"]);
+        for job in &self.status.jobs {
+            let name = |job: &Job| job.to_string();
+            if job.steps.is_empty() {
+                let size = ByteCount(job.segment_bytes).to_string();
+                table.row([
+                    name(&job.job),
+                    "-".into(),
+                    "no step".into(),
+                    size,
+                    "-".into(),
+                    job.members.to_string(),
+                ]);
+            }
+            for step in &job.steps {
+                table.row([
+                    name(&job.job),
+                    step.step.to_string(),
+                    step.state.clone(),
+                    ByteCount(step.len_bytes).to_string(),
+                    format!("{} of {}", step.staged, step.world),
+                    job.members.to_string(),
+                ]);
+            }
+        }
+        if !self.status.jobs.is_empty() {
+            out.push_str(&table.render(paint));
+        }
+        out
+    }
+}

@@ -1,0 +1,272 @@
+//! From the segments of a step to its shards: the tables of the ranks become one, extents are hashed, and the whole is cut into shards.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use futures_util::stream::{self, TryStreamExt};
+
+use super::core::StepKey;
+use super::folder::Folder;
+use super::hold::Hold;
+use super::source::{HeldMemory, Pieces};
+use crate::format::table::{Extent, MergeInput, Table, TableBuilder, TableError};
+use crate::id::{FillId, SegmentId};
+use crate::pipeline::save::Source;
+use crate::trainer::mapping::Readable;
+use crate::trainer::protocol::Part;
+use crate::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, SegmentError, read_staged};
+use crate::units::MIB;
+use crate::workers::{WorkerDied, Workers};
+
+/// Extents are hashed in groups of about so many bytes, one group a job.
+const HASH_GROUP_BYTES: u64 = 32 * MIB;
+/// Groups hashed at once.
+const HASHES_AT_ONCE: usize = 4;
+/// A data shard has at most so many stripes, unless one extent is longer.
+pub const MAX_SHARD_STRIPES: u64 = 256;
+
+/// Why the segments of a step make no checkpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum AssembleError {
+    /// A segment does not count.
+    #[error("rank {rank}: {source}")]
+    Segment {
+        /// The rank.
+        rank: u32,
+        /// Why.
+        source: SegmentError,
+    },
+    /// A segment is of another step, launch or rank than it should be.
+    #[error("the segment of rank {rank} says that it is rank {found} of another step or launch")]
+    Stranger {
+        /// The rank.
+        rank: u32,
+        /// The rank in its header.
+        found: u32,
+    },
+    /// The tables do not go together.
+    #[error("{source}{ranks}")]
+    Table {
+        /// Which ranks, or nothing.
+        ranks: String,
+        /// Why.
+        source: Box<TableError>,
+    },
+    /// A worker died.
+    #[error(transparent)]
+    Worker(#[from] WorkerDied),
+}
+
+/// The segment of one rank in the assembled step.
+#[derive(Debug, Clone, Copy)]
+pub struct RankPart {
+    /// The segment.
+    pub segment: SegmentId,
+    /// Its length.
+    pub segment_bytes: u64,
+    /// Where the rank's extents begin.
+    pub base: u64,
+    /// Their length.
+    pub data_bytes: u64,
+    /// The filling that the segment holds.
+    pub fill: FillId,
+}
+
+/// A step in memory, as one run of bytes with one table.
+#[derive(Debug, Clone)]
+pub struct Assembled {
+    /// The extents of all ranks, one rank behind the other.
+    pub bytes: Pieces,
+    /// Their table. Has no hashes before [`hash`].
+    pub table: Table,
+    /// The ranks.
+    pub parts: Vec<RankPart>,
+}
+
+/// Where the parts of a step lie, as a reader is told.
+pub fn parts_of(parts: &[RankPart]) -> Vec<Part> {
+    let part = |rank: &RankPart| Part {
+        shard: 0,
+        shard_offset: rank.base,
+        file_offset: HEADER_BYTES,
+        len_bytes: rank.data_bytes,
+        file_bytes: rank.segment_bytes,
+        fill: Some(rank.fill),
+    };
+    parts.iter().map(part).collect()
+}
+
+/// Maps the segments of a step and merges their tables. `segments` has for each rank its segment, a share in it, and its length.
+pub fn assemble(
+    folder: &Folder,
+    key: &StepKey,
+    segments: Vec<(SegmentId, Hold, u64)>,
+) -> Result<Assembled, AssembleError> {
+    let world = segments.len() as u32;
+    let (mut bytes, mut tables, mut parts, mut base) =
+        (Pieces::default(), Vec::new(), Vec::new(), 0);
+    for (rank, (segment, hold, segment_bytes)) in (0..).zip(segments) {
+        let failed = |source| AssembleError::Segment { rank, source };
+        let map = folder
+            .open_segment(segment)
+            .map_err(std::io::Error::other)
+            .and_then(|file| Readable::map(&file, segment_bytes))
+            .map_err(|source| failed(SegmentError::Map { segment, source }))?;
+        let (header, table) = read_staged(segment, &map).map_err(failed)?;
+        if header.rank != rank
+            || header.world != world
+            || header.step != key.step
+            || header.launch != key.launch
+            || header.fill != key.fill
+        {
+            return Err(AssembleError::Stranger { rank, found: header.rank });
+        }
+        let data_bytes = header.table_offset - HEADER_BYTES;
+        let memory = HeldMemory::bytes(map, hold);
+        let data = memory.slice(HEADER_BYTES as usize..header.table_offset as usize);
+        bytes.push(base, data);
+        parts.push(RankPart { segment, segment_bytes, base, data_bytes, fill: key.fill });
+        tables.push(table);
+        base = (base + data_bytes).next_multiple_of(EXTENT_ALIGN_BYTES);
+    }
+    let inputs: Vec<MergeInput<'_>> = tables
+        .iter()
+        .zip(&parts)
+        .map(|(table, part)| MergeInput { table, shard: 0, base_offset_bytes: part.base })
+        .collect();
+    let wrong = |source: TableError| AssembleError::Table {
+        ranks: holders(&tables, &source),
+        source: Box::new(source),
+    };
+    let table = Table::merge(&inputs).map_err(wrong)?;
+    table.check_coverage().map_err(wrong)?;
+    Ok(Assembled { bytes, table, parts })
+}
+
+/// Which ranks hold parts of the name that an error is about.
+fn holders(tables: &[Table], error: &TableError) -> String {
+    let text = error.to_string();
+    let has = |table: &Table| table.names().iter().any(|name| text.contains(&name.to_string()));
+    let ranks: Vec<String> = (0..)
+        .zip(tables)
+        .filter(|(_, table)| has(table))
+        .map(|(rank, _): (u32, _)| rank.to_string())
+        .collect();
+    if ranks.is_empty() { ranks.concat() } else { format!(" (held by ranks {})", ranks.join(", ")) }
+}
+
+/// BLAKE3 of each extent, in the order of the table.
+pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, WorkerDied> {
+    let mut groups: Vec<Vec<Extent>> = Vec::new();
+    let mut group_bytes = HASH_GROUP_BYTES;
+    for extent in step.table.extents() {
+        if group_bytes >= HASH_GROUP_BYTES {
+            groups.push(Vec::new());
+            group_bytes = 0;
+        }
+        if let Some(group) = groups.last_mut() {
+            group.push(*extent);
+        }
+        group_bytes += extent.len_bytes;
+    }
+    let jobs = groups.into_iter().map(|group| {
+        let bytes = step.bytes.clone();
+        workers
+            .run(move || group.iter().map(|extent| hash_extent(&bytes, extent)).collect::<Vec<_>>())
+    });
+    let hashes: Vec<Vec<[u8; 32]>> =
+        stream::iter(jobs.collect::<Vec<_>>()).buffered(HASHES_AT_ONCE).try_collect().await?;
+    Ok(hashes.concat())
+}
+
+fn hash_extent(bytes: &Pieces, extent: &Extent) -> [u8; 32] {
+    // An extent lies in the memory of one rank.
+    let found = bytes.bytes_at(extent.offset_bytes, extent.len_bytes as usize);
+    *blake3::hash(&found.unwrap_or_default()).as_bytes()
+}
+
+/// The first extent whose bytes are not those of its hash any more, by the name that people know it by.
+pub async fn find_changed(
+    step: &Assembled,
+    workers: &Workers,
+) -> Result<Option<String>, WorkerDied> {
+    let now = hash(step, workers).await?;
+    let changed =
+        step.table.extents().iter().zip(now).position(|(extent, now)| extent.hash != Some(now));
+    Ok(changed.map(|row| name_of(&step.table, row as u32)))
+}
+
+/// What people call the content of an extent.
+pub fn name_of(table: &Table, extent: u32) -> String {
+    let region = table.regions().iter().find(|region| region.extent == extent);
+    let name = region.and_then(|region| table.names().get(region.name as usize));
+    name.map_or_else(|| format!("extent {extent}"), ToString::to_string)
+}
+
+/// One data shard of a step.
+#[derive(Debug, Clone)]
+pub struct DataShard {
+    /// Its part of the step's bytes.
+    pub range: Range<u64>,
+    /// Its table, with footer.
+    pub table: Bytes,
+}
+
+/// A step as it is saved.
+#[derive(Debug, Clone)]
+pub struct Shards {
+    /// The data shards.
+    pub data: Vec<DataShard>,
+    /// The index.
+    pub index: Bytes,
+}
+
+/// Cuts a step into shards of at most `max_bytes`, between extents.
+pub fn cut(table: &Table, max_bytes: u64) -> Result<Shards, TableError> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    let mut shard_of = Vec::with_capacity(table.extents().len());
+    for extent in table.extents() {
+        let end = extent.offset_bytes + extent.len_bytes;
+        match ranges.last_mut() {
+            Some(last) if end - last.start <= max_bytes => last.end = last.end.max(end),
+            _ => ranges.push(extent.offset_bytes..end),
+        }
+        shard_of.push(ranges.len() - 1);
+    }
+    if ranges.is_empty() {
+        ranges.push(0..0);
+    }
+    let mut index = TableBuilder::new();
+    let mut shards: Vec<TableBuilder> = ranges.iter().map(|_| TableBuilder::new()).collect();
+    for name in table.names() {
+        index.add_name(name.clone());
+    }
+    let mut rows = vec![0; shard_of.len()];
+    for ((extent, &shard), row) in table.extents().iter().zip(&shard_of).zip(&mut rows) {
+        let offset_bytes = extent.offset_bytes - ranges[shard].start;
+        index.add_extent(Extent { shard: shard as u32, offset_bytes, hash: None, ..*extent });
+        *row = shards[shard].add_extent(Extent { shard: 0, offset_bytes, ..*extent });
+    }
+    let mut names: Vec<BTreeMap<u32, u32>> = ranges.iter().map(|_| BTreeMap::new()).collect();
+    for region in table.regions() {
+        index.add_region(region.name, region.form.clone(), region.extent);
+        let (Some(&shard), Some(&row), Some(name)) = (
+            shard_of.get(region.extent as usize),
+            rows.get(region.extent as usize),
+            table.names().get(region.name as usize),
+        ) else {
+            continue;
+        };
+        let builder = &mut shards[shard];
+        let number =
+            *names[shard].entry(region.name).or_insert_with(|| builder.add_name(name.clone()));
+        builder.add_region(number, region.form.clone(), row);
+    }
+    let data = ranges.into_iter().zip(shards).map(|(range, builder)| {
+        Ok(DataShard { range, table: builder.build()?.to_bytes()?.into() })
+    });
+    let data = data.collect::<Result<Vec<_>, TableError>>()?;
+    Ok(Shards { data, index: index.build()?.to_bytes()?.into() })
+}

@@ -1,0 +1,362 @@
+//! Members and launches: who may write for a job.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::{Core, Effect, Launch, MAX_OLD_LAUNCHES, Member, SEGMENTS_A_RANK, Segment, Use, fail};
+use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
+use crate::kind::Kind;
+use crate::trainer::daemon::hold::Holds;
+use crate::trainer::protocol::{Failure, MAX_WORLD, Place, Prepare, Resumed};
+use crate::trainer::segment::HEADER_BYTES;
+use crate::units::ByteCount;
+
+fn fenced(place: &Place) -> Failure {
+    let message = format!(
+        "launch {} of job {} is over: a newer launch writes for the job",
+        place.launch, place.job
+    );
+    Failure::new(Kind::Fenced, message, "end this process; its successor has taken over")
+}
+
+impl Core {
+    /// Makes segments for a rank, and makes its launch the newest of the job. `is_unmapped` says of a segment that no process maps it;
+    /// `new_id` draws ids. [`Kind::Busy`]: there is no room now.
+    pub fn prepare(
+        &mut self,
+        member: MemberId,
+        prepare: &Prepare,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+        new_id: &mut dyn FnMut() -> SegmentId,
+    ) -> Result<Vec<SegmentId>, Failure> {
+        let place = &prepare.place;
+        check_place(place)?;
+        if prepare.segment_bytes <= HEADER_BYTES || prepare.launch_bytes < prepare.segment_bytes {
+            return fail(Kind::Invalid, "the lengths of the segments do not fit together", "");
+        }
+        self.take_over(prepare)?;
+        self.join(member, place)?;
+        // A member that prepares again has another layout, or did not get the answer: what it has counts no more.
+        for segment in self.owned(member) {
+            let state = self.segments.get(&segment).map(|found| &found.state);
+            if matches!(state, Some(Use::Free | Use::Filling(_))) {
+                self.unlink(segment);
+            }
+        }
+        let count = self.admit(prepare, is_unmapped)?;
+        let taken = prepare.segment_bytes.saturating_mul(count as u64);
+        if let Some(launch) = self.launch_mut(place) {
+            launch.members.insert(place.rank, member);
+            launch.reserved_bytes = launch.reserved_bytes.saturating_sub(taken);
+        }
+        let made: Vec<SegmentId> = (0..count).map(|_| new_id()).collect();
+        for &id in &made {
+            self.add_segment(id, member, place, prepare.segment_bytes);
+        }
+        Ok(made)
+    }
+
+    /// Reserves memory for all ranks of a launch, or for none. Returns how many segments each gets.
+    fn admit(
+        &mut self,
+        prepare: &Prepare,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> Result<usize, Failure> {
+        let place = &prepare.place;
+        let known =
+            self.launch_mut(place).map(|launch| (launch.segments_a_rank, launch.reserved_bytes));
+        if let Some((count, reserved)) = known
+            && count > 0
+            && reserved >= prepare.segment_bytes.saturating_mul(count as u64)
+        {
+            return Ok(count);
+        }
+        for count in (1..=SEGMENTS_A_RANK).rev() {
+            let wanted = prepare.launch_bytes.saturating_mul(count as u64);
+            if self.make_room(wanted, is_unmapped) {
+                if let Some(launch) = self.launch_mut(place) {
+                    launch.segments_a_rank = count;
+                    launch.reserved_bytes = wanted;
+                }
+                return Ok(count);
+            }
+        }
+        Err(self.no_room(prepare.launch_bytes))
+    }
+
+    fn launch_mut(&mut self, place: &Place) -> Option<&mut Launch> {
+        self.jobs.get_mut(&place.job)?.launches.get_mut(&place.launch)
+    }
+
+    /// Counts a segment.
+    pub fn add_segment(&mut self, id: SegmentId, owner: MemberId, place: &Place, len_bytes: u64) {
+        let holds = Holds::new(&self.bell);
+        let (place, state) = (place.clone(), Use::Free);
+        self.segments.insert(id, Segment { owner, place, len_bytes, state, holds });
+    }
+
+    /// A process says again who it is, after its connection had ended. Returns the segments that it has.
+    pub fn attach(&mut self, member: MemberId, place: &Place) -> Result<Vec<SegmentId>, Failure> {
+        check_place(place)?;
+        let is_newest =
+            self.jobs.get(&place.job).is_some_and(|job| job.newest == Some(place.launch));
+        if !is_newest {
+            return Err(fenced(place));
+        }
+        self.join(member, place)?;
+        Ok(self.owned(member))
+    }
+
+    fn join(&mut self, member: MemberId, place: &Place) -> Result<(), Failure> {
+        let other = self.members.iter().find(|(id, other)| {
+            **id != member
+                && other.place.job == place.job
+                && other.place.launch == place.launch
+                && other.place.rank == place.rank
+        });
+        if other.is_some() {
+            return fail(
+                Kind::Exists,
+                format!("rank {} of launch {} has another live process", place.rank, place.launch),
+                "every process of a launch needs a rank of its own",
+            );
+        }
+        if let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
+            && launch.world != place.world
+        {
+            return fail(
+                Kind::Invalid,
+                format!(
+                    "rank {} says that the launch has {} ranks, others say {}",
+                    place.rank, place.world, launch.world
+                ),
+                "make every Checkpointer of a launch with the same process group",
+            );
+        }
+        if let Some(job) = self.jobs.get_mut(&place.job)
+            && let Some(launch) = job.launches.get_mut(&place.launch)
+        {
+            launch.members.insert(place.rank, member);
+        }
+        let entry = self
+            .members
+            .entry(member)
+            .or_insert_with(|| Member { place: place.clone(), notices: VecDeque::new() });
+        if entry.place != *place {
+            return fail(
+                Kind::Invalid,
+                "a process has one rank of one launch",
+                "make a new Checkpointer for another job",
+            );
+        }
+        Ok(())
+    }
+
+    /// Makes a launch the newest of its job, and ends what an older one was filling.
+    fn take_over(&mut self, prepare: &Prepare) -> Result<(), Failure> {
+        let place = &prepare.place;
+        let job = self.jobs.entry(place.job.clone()).or_default();
+        if job.newest == Some(place.launch) {
+            // The ranks of a launch know the same; one that has loaded since knows better.
+            return Ok(());
+        }
+        let newest = job.newest.and_then(|newest| job.launches.get(&newest));
+        let is_older = newest.is_some_and(|newest| newest.born_ns > prepare.born_ns);
+        if is_older || job.old.contains(&place.launch) {
+            return Err(fenced(place));
+        }
+        if let Some(old) = job.newest.replace(place.launch) {
+            if job.old.len() == MAX_OLD_LAUNCHES
+                && let Some(forgotten) = job.old.pop_front()
+            {
+                job.launches.remove(&forgotten);
+            }
+            job.old.push_back(old);
+        }
+        job.launches.insert(
+            place.launch,
+            Launch {
+                world: place.world,
+                born_ns: prepare.born_ns,
+                resumed: prepare.resumed,
+                keep: prepare.keep,
+                committed_before: None,
+                members: BTreeMap::new(),
+                segments_a_rank: 0,
+                reserved_bytes: 0,
+                over: BTreeMap::new(),
+            },
+        );
+        self.effects.push(Effect::KeepJob(place.job.clone()));
+        self.end_old_launches(&place.job, place.launch);
+        Ok(())
+    }
+
+    fn end_old_launches(&mut self, job: &Job, newest: LaunchId) {
+        let Some(state) = self.jobs.get_mut(job) else { return };
+        for (launch, old) in &mut state.launches {
+            if *launch != newest {
+                old.reserved_bytes = 0;
+            }
+        }
+        let filling =
+            state.keys(job, |_, launch, step| launch != newest && !step.phase.is_complete());
+        for key in filling {
+            let why = Failure::new(
+                Kind::Fenced,
+                format!("step {} was being filled when a newer launch of {job} began", key.step),
+                "end this process; its successor has taken over",
+            );
+            self.drop_step(&key, why);
+        }
+        let free: Vec<SegmentId> = self
+            .segments
+            .iter()
+            .filter(|(_, segment)| {
+                segment.place.job == *job
+                    && segment.place.launch != newest
+                    && !matches!(segment.state, Use::Held(_))
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        free.into_iter().for_each(|segment| self.unlink(segment));
+    }
+
+    /// A process is gone: what it was filling is dropped, and so is every step that needs a part of it that is not staged.
+    pub fn gone(&mut self, member: MemberId) {
+        let Some(Member { place, .. }) = self.members.remove(&member) else { return };
+        let Some(job) = self.jobs.get_mut(&place.job) else { return };
+        if let Some(launch) = job.launches.get_mut(&place.launch)
+            && launch.members.get(&place.rank) == Some(&member)
+        {
+            launch.members.remove(&place.rank);
+        }
+        let cut = job.keys(&place.job, |_, launch, step| {
+            launch == place.launch
+                && !step.phase.is_complete()
+                && !step.parts.contains_key(&place.rank)
+        });
+        for key in cut {
+            let why = Failure::new(
+                Kind::Unavailable,
+                format!("rank {} died before it had staged step {}", place.rank, key.step),
+                "start the job again: it resumes from the newest step that all ranks had staged",
+            );
+            self.drop_step(&key, why);
+        }
+        for segment in self.owned(member) {
+            if self.segments.get(&segment).is_some_and(|found| !matches!(found.state, Use::Held(_)))
+            {
+                self.unlink(segment);
+            }
+        }
+        self.tidy(&place.job);
+    }
+
+    /// Whether the newest launch of a member's job is its own.
+    pub(super) fn writer(&self, member: MemberId) -> Result<Place, Failure> {
+        let Some(found) = self.members.get(&member) else {
+            return fail(
+                Kind::Invalid,
+                "this process has not prepared anything",
+                "call prepare first",
+            );
+        };
+        let place = &found.place;
+        match self.jobs.get(&place.job) {
+            Some(job) if job.newest == Some(place.launch) => Ok(place.clone()),
+            _ => Err(fenced(place)),
+        }
+    }
+
+    pub(super) fn owned(&self, member: MemberId) -> Vec<SegmentId> {
+        let own = self.segments.iter().filter(|(_, segment)| segment.owner == member);
+        own.filter(|(_, segment)| segment.state != Use::Doomed).map(|(id, _)| *id).collect()
+    }
+
+    /// A launch loads a step: what it writes next is compared anew with what is committed.
+    pub fn loaded(&mut self, place: &Place, resumed: Resumed) {
+        if let Some(launch) = self.launch_mut(place) {
+            launch.resumed = Resumed { abandon_later: launch.resumed.abandon_later, ..resumed };
+            launch.committed_before = None;
+            self.effects.push(Effect::KeepJob(place.job.clone()));
+        }
+    }
+
+    /// What the launch of a step resumed from, until [`Core::checked`] was told.
+    pub fn unchecked(&self, member: MemberId) -> Option<(Place, Resumed)> {
+        let place = self.place(member)?;
+        let launch = self.jobs.get(&place.job)?.launches.get(&place.launch)?;
+        launch.committed_before.is_none().then(|| (place.clone(), launch.resumed))
+    }
+
+    /// Tells which committed steps a launch found and did not abandon, and which was the newest.
+    pub fn checked(&mut self, place: &Place, committed: BTreeSet<Step>, newest: Option<Step>) {
+        if let Some(launch) = self.launch_mut(place) {
+            launch.committed_before = Some(committed);
+            launch.resumed.newest_seen = launch.resumed.newest_seen.max(newest);
+            self.effects.push(Effect::KeepJob(place.job.clone()));
+        }
+    }
+
+    /// Remembers committed saves that are abandoned, until they are removed: nothing resumes from them.
+    pub fn set_abandoned(&mut self, job: &Job, saves: Vec<(Step, SaveId)>) {
+        self.jobs.entry(job.clone()).or_default().abandoned = saves;
+        self.effects.push(Effect::KeepJob(job.clone()));
+    }
+
+    /// Steps in memory of launches before `newest` that all ranks have staged, later than `loaded`.
+    pub fn later_in_memory(&self, job: &Job, loaded: Option<Step>, newest: LaunchId) -> Vec<Step> {
+        let keys = self.jobs.get(job).map(|state| {
+            state.keys(job, |step, launch, found| {
+                launch != newest && found.phase.is_complete() && loaded.is_none_or(|at| step > at)
+            })
+        });
+        keys.unwrap_or_default().into_iter().map(|key| key.step).collect()
+    }
+
+    /// Drops the steps of older launches that are later than `loaded`: the job goes on from there.
+    pub fn abandon(&mut self, job: &Job, loaded: Option<Step>, newest: LaunchId) {
+        let Some(state) = self.jobs.get(job) else { return };
+        let later = state
+            .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
+        for key in later {
+            let why = Failure::new(
+                Kind::Fenced,
+                format!("step {} was abandoned: a newer launch went on from before it", key.step),
+                "",
+            );
+            self.drop_step(&key, why);
+        }
+    }
+}
+
+fn check_place(place: &Place) -> Result<(), Failure> {
+    if place.world == 0 || place.world > MAX_WORLD || place.rank >= place.world {
+        return fail(
+            Kind::Invalid,
+            format!("rank {} of {} ranks", place.rank, place.world),
+            format!("a launch has 1 to {MAX_WORLD} ranks, counted from 0"),
+        );
+    }
+    Ok(())
+}
+
+impl Core {
+    /// The failure of a request for memory that is not there.
+    pub fn no_room(&self, wanted: u64) -> Failure {
+        let used: Vec<String> = self
+            .status()
+            .iter()
+            .filter(|job| job.segment_bytes > 0)
+            .map(|job| format!("{} has {}", job.job, ByteCount(job.segment_bytes)))
+            .collect();
+        let used = if used.is_empty() { "nothing else is there".into() } else { used.join(", ") };
+        let message = format!(
+            "the staging memory is full: a segment of {} does not fit into {} ({used})",
+            ByteCount(wanted),
+            ByteCount(self.limits.memory_bytes)
+        );
+        let hint = "raise staging.memory, which has to hold the state of all ranks twice, or give a job's memory back with `rapidraid stage --free JOB`";
+        Failure::new(Kind::Busy, message, hint)
+    }
+}

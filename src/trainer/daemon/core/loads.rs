@@ -1,0 +1,68 @@
+//! What loads change: which step a launch was given, and which steps in memory count no more.
+
+use super::{Core, Effect, LoadAnswer, Phase};
+use crate::id::{FillId, Job, SaveId, Step};
+use crate::kind::Kind;
+use crate::trainer::protocol::Failure;
+
+/// Answers to loads that are kept for each job.
+const MAX_LOADS: usize = 64;
+
+impl Core {
+    /// Keeps the answer to a load of a launch, if it is the first.
+    pub fn answer_load(&mut self, job: &Job, answer: LoadAnswer) {
+        let state = self.jobs.entry(job.clone()).or_default();
+        let is_known =
+            |known: &LoadAnswer| (known.launch, known.number) == (answer.launch, answer.number);
+        if state.loads.iter().any(is_known) {
+            return;
+        }
+        if state.loads.len() == MAX_LOADS {
+            state.loads.pop_front();
+        }
+        state.loads.push_back(answer);
+        self.effects.push(Effect::KeepJob(job.clone()));
+    }
+
+    /// Gives up committed steps in memory whose saves are not what is committed now: they were removed or replaced.
+    pub fn drop_replaced(&mut self, job: &Job, committed: &dyn Fn(Step) -> Option<SaveId>) {
+        let Some(state) = self.jobs.get(job) else { return };
+        let replaced = state.keys(job, |step, _, found| match &found.phase {
+            Phase::Committed { save, .. } => committed(step) != Some(*save),
+            _ => false,
+        });
+        for key in replaced {
+            if !self.is_held(&key) {
+                self.release_step(&key);
+            }
+        }
+    }
+
+    /// What is abandoned and still to be removed, by job.
+    pub fn abandoned(&self) -> Vec<(Job, Vec<(Step, SaveId)>)> {
+        let jobs = self.jobs.iter().filter(|(_, state)| !state.abandoned.is_empty());
+        jobs.map(|(job, state)| (job.clone(), state.abandoned.clone())).collect()
+    }
+
+    /// A step in memory has bytes that are not what was staged. A committed one is read from the cluster from now on; one that is not
+    /// committed is lost.
+    pub fn give_up_memory(&mut self, fill: Option<FillId>, name: &str) {
+        let mut keys = Vec::new();
+        for (job, state) in &self.jobs {
+            keys.extend(state.keys(job, |_, _, found| Some(found.fill) == fill));
+        }
+        for key in keys {
+            match self.step(&key).map(|step| &step.phase) {
+                Some(Phase::Committed { .. }) => self.release_step(&key),
+                Some(_) => {
+                    let message = format!("step {}: {name} was damaged in memory", key.step);
+                    self.drop_step(
+                        &key,
+                        Failure::new(Kind::Corrupt, message, "save the next step"),
+                    );
+                }
+                None => {}
+            }
+        }
+    }
+}

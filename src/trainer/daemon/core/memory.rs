@@ -1,0 +1,181 @@
+//! Memory: what it holds, what may be evicted for something new, and the point from which a job would resume.
+
+use super::{Core, Effect, JobState, Phase, StepKey, Use};
+use crate::id::{Job, SegmentId};
+use crate::kind::Kind;
+use crate::trainer::protocol::{Failure, Place};
+
+impl Core {
+    /// Memory that segments and fetched files take, also those whose files are gone while a process maps them.
+    pub fn used_bytes(&self) -> u64 {
+        let segments: u64 = self.segments.values().map(|segment| segment.len_bytes).sum();
+        segments.saturating_add(self.fetched_bytes)
+    }
+
+    /// Memory that launches were promised and have not taken yet.
+    fn reserved_bytes(&self) -> u64 {
+        let launches = self.jobs.values().flat_map(|job| job.launches.values());
+        launches.map(|launch| launch.reserved_bytes).sum()
+    }
+
+    /// The limit on it.
+    pub fn limit_bytes(&self) -> u64 {
+        self.limits.memory_bytes
+    }
+
+    /// Files that were read from the cluster take so much now.
+    pub fn set_fetched_bytes(&mut self, bytes: u64) {
+        self.fetched_bytes = bytes;
+    }
+
+    /// The newest step in memory that all ranks have staged.
+    pub fn resume_point(&self, job: &Job) -> Option<StepKey> {
+        let state = self.jobs.get(job)?;
+        newest(job, state, |phase| phase.is_complete())
+    }
+
+    /// Evicts what may be evicted until `bytes` more fit. Returns whether they do.
+    pub fn make_room(&mut self, bytes: u64, is_unmapped: &dyn Fn(SegmentId) -> bool) -> bool {
+        while self.used_bytes() + self.reserved_bytes() + bytes > self.limits.memory_bytes {
+            let Some(victim) = self.victim(is_unmapped) else { return false };
+            self.release_step(&victim);
+        }
+        true
+    }
+
+    /// Returns whether waiting may free memory for a launch: processes of other launches have not ended yet, or steps are being saved.
+    pub fn may_get_room(&self, place: &Place) -> bool {
+        let is_other = |segment: &super::Segment| segment.place.launch != place.launch;
+        let is_ending = self.segments.values().any(|s| is_other(s) && s.state == Use::Doomed);
+        is_ending || !self.unsaved().is_empty()
+    }
+
+    /// The committed step that was committed first, of those that no process maps and no job would resume from.
+    fn victim(&self, is_unmapped: &dyn Fn(SegmentId) -> bool) -> Option<StepKey> {
+        let mut candidates = Vec::new();
+        for (job, state) in &self.jobs {
+            let protected = protected(job, state);
+            let is_idle = |id: &SegmentId| {
+                self.segments.get(id).is_none_or(|s| !s.holds.any()) && is_unmapped(*id)
+            };
+            let idle = state.keys(job, |_, _, found| {
+                matches!(found.phase, Phase::Committed { .. }) && found.parts.values().all(is_idle)
+            });
+            let idle = idle.into_iter().filter(|key| !protected.contains(key));
+            candidates.extend(idle.map(|key| (self.step(&key).map(|s| s.committed_at), key)));
+        }
+        candidates.sort();
+        candidates.into_iter().next().map(|(_, key)| key)
+    }
+
+    /// Ends a step that is over: the segments of live owners may be filled again, the others are unlinked.
+    pub(super) fn release_step(&mut self, key: &StepKey) {
+        if self.step(key).is_none() {
+            return;
+        }
+        let Some(job) = self.jobs.get_mut(&key.job) else { return };
+        let Some(step) = job.steps.remove(&(key.step, key.launch)) else { return };
+        let newest = job.newest;
+        self.effects.push(Effect::Forget(key.clone()));
+        for segment in step.parts.into_values() {
+            let Some(found) = self.segments.get_mut(&segment) else { continue };
+            if found.state != Use::Held(key.clone()) {
+                continue;
+            }
+            let is_owned = self.members.contains_key(&found.owner);
+            if is_owned && newest == Some(found.place.launch) {
+                found.state = Use::Free;
+            } else {
+                self.unlink(segment);
+            }
+        }
+        self.bell.ring();
+    }
+
+    /// Ends the committed steps that nobody would resume from and whose segments nobody fills again.
+    pub(super) fn tidy(&mut self, job: &Job) {
+        let Some(state) = self.jobs.get(job) else { return };
+        let protected = protected(job, state);
+        let is_left = |step: &super::StagedStep| {
+            step.parts.values().any(|id| {
+                self.segments.get(id).is_none_or(|segment| {
+                    !self.members.contains_key(&segment.owner)
+                        || state.newest != Some(segment.place.launch)
+                })
+            })
+        };
+        let mut over = state
+            .keys(job, |_, _, step| matches!(step.phase, Phase::Committed { .. }) && is_left(step));
+        over.retain(|key| !protected.contains(key) && !self.is_held(key));
+        over.iter().for_each(|key| self.release_step(key));
+    }
+
+    /// Whether an upload or a reader uses a segment of the step.
+    pub(super) fn is_held(&self, key: &StepKey) -> bool {
+        self.step(key).is_some_and(|step| {
+            step.parts.values().any(|id| self.segments.get(id).is_some_and(|s| s.holds.any()))
+        })
+    }
+
+    pub(super) fn unlink(&mut self, segment: SegmentId) {
+        if let Some(found) = self.segments.get_mut(&segment)
+            && found.state != Use::Doomed
+        {
+            found.state = Use::Doomed;
+            self.effects.push(Effect::Unlink(segment));
+        }
+    }
+
+    /// A segment that nobody uses was unlinked: its memory is free.
+    pub fn freed(&mut self, segment: SegmentId) {
+        if self.segments.get(&segment).is_some_and(|found| found.state == Use::Doomed) {
+            self.segments.remove(&segment);
+            self.bell.ring();
+        }
+    }
+
+    /// Segments that are to be unlinked when no process maps them any more.
+    pub fn doomed(&self) -> Vec<SegmentId> {
+        let doomed = self.segments.iter().filter(|(_, segment)| segment.state == Use::Doomed);
+        doomed.map(|(id, _)| *id).collect()
+    }
+
+    /// Gives back what a job holds and no process maps; steps that are not committed only if `with_unsaved`. Returns the bytes.
+    pub fn free_job(
+        &mut self,
+        job: &Job,
+        with_unsaved: bool,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> u64 {
+        let Some(state) = self.jobs.get(job) else { return 0 };
+        let idle = state.keys(job, |_, _, step| {
+            let is_saved = matches!(step.phase, Phase::Committed { .. });
+            step.phase.is_complete()
+                && (is_saved || with_unsaved)
+                && step.parts.values().all(|id| is_unmapped(*id))
+        });
+        let mut bytes = 0;
+        for key in idle {
+            let Some(step) = self.step(&key) else { continue };
+            bytes += step.len_bytes;
+            if matches!(step.phase, Phase::Committed { .. }) {
+                self.release_step(&key);
+            } else {
+                let why = Failure::new(Kind::Unavailable, "its memory was given back by hand", "");
+                self.drop_step(&key, why);
+            }
+        }
+        bytes
+    }
+}
+
+fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option<StepKey> {
+    state.keys(job, |_, _, step| is_it(&step.phase)).pop()
+}
+
+/// What may not be evicted: the step that the job would resume from, and when that is not committed, the newest one that is.
+fn protected(job: &Job, state: &JobState) -> Vec<StepKey> {
+    let complete = newest(job, state, Phase::is_complete);
+    let committed = newest(job, state, |phase| matches!(phase, Phase::Committed { .. }));
+    complete.into_iter().chain(committed).collect()
+}

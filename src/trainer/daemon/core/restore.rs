@@ -1,0 +1,176 @@
+//! Taking up what a daemon before this one left.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
+use crate::id::{Job, LaunchId, SaveId, SegmentId, Step};
+use crate::trainer::daemon::hold::Hold;
+use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
+
+/// A step that was found.
+#[derive(Debug)]
+pub struct RestoredStep {
+    /// The segment of each rank.
+    pub parts: BTreeMap<u32, SegmentId>,
+    /// How far it had come.
+    pub phase: Phase,
+}
+
+impl Core {
+    /// Takes up a job.
+    pub fn restore_job(&mut self, record: JobRecord) {
+        let state = self.jobs.entry(record.job).or_default();
+        state.old = record.old.into();
+        state.dropped = record.dropped.into();
+        state.abandoned = record.abandoned;
+        state.loads = record.loads.into();
+        if let Some(newest) = record.newest {
+            state.newest = Some(newest.launch);
+            let launch = Launch {
+                world: newest.world,
+                born_ns: newest.born_ns,
+                resumed: newest.resumed,
+                keep: newest.keep,
+                committed_before: newest.committed_before.map(|steps| steps.into_iter().collect()),
+                members: BTreeMap::new(),
+                segments_a_rank: 0,
+                reserved_bytes: 0,
+                over: BTreeMap::new(),
+            };
+            state.launches.insert(newest.launch, launch);
+        }
+    }
+
+    /// Returns whether a step that is known by its headers alone may be taken up: its launch is known, and the filling was not dropped.
+    pub fn may_restore(&self, key: &StepKey) -> bool {
+        let Some(state) = self.jobs.get(&key.job) else { return false };
+        let is_known = state.newest == Some(key.launch) || state.old.contains(&key.launch);
+        is_known && !state.dropped.contains(&key.fill)
+    }
+
+    /// Takes up a step, and has it saved if it is not committed.
+    pub fn restore_step(&mut self, key: StepKey, step: RestoredStep) {
+        let RestoredStep { parts, phase } = step;
+        let world = parts.len() as u32;
+        let mut len_bytes = 0;
+        for id in parts.values() {
+            if let Some(segment) = self.segments.get_mut(id) {
+                segment.state = Use::Held(key.clone());
+                len_bytes += segment.len_bytes;
+            }
+        }
+        let state = self.jobs.entry(key.job.clone()).or_default();
+        let is_saved = matches!(phase, Phase::Committed { .. });
+        let staged = StagedStep {
+            fill: key.fill,
+            phase,
+            began_at: Duration::ZERO,
+            world,
+            parts,
+            samples: BTreeMap::new(),
+            len_bytes,
+            committed_at: Duration::ZERO,
+            trouble: None,
+        };
+        state.steps.insert((key.step, key.launch), staged);
+        if !is_saved {
+            self.effects.push(Effect::Save(key));
+        }
+    }
+
+    /// The record of a step.
+    pub fn record(&self, key: &StepKey, save: SaveState) -> Option<StepRecord> {
+        let step = self.step(key)?;
+        Some(StepRecord {
+            job: key.job.clone(),
+            step: key.step,
+            launch: key.launch,
+            fill: key.fill,
+            segments: step.parts.values().copied().collect(),
+            save,
+        })
+    }
+
+    /// The record of a job.
+    pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
+        let state = self.jobs.get(job)?;
+        let newest = state.newest.and_then(|newest| Some((newest, state.launches.get(&newest)?)));
+        Some(JobRecord {
+            job: job.clone(),
+            newest: newest.map(|(id, launch)| LaunchRecord {
+                launch: id,
+                world: launch.world,
+                born_ns: launch.born_ns,
+                resumed: launch.resumed,
+                keep: launch.keep,
+                committed_before: launch
+                    .committed_before
+                    .as_ref()
+                    .map(|steps| steps.iter().copied().collect()),
+            }),
+            old: state.old.iter().copied().collect(),
+            dropped: state.dropped.iter().copied().collect(),
+            abandoned: state.abandoned.clone(),
+            loads: state.loads.iter().copied().collect(),
+        })
+    }
+
+    /// A share in each segment of a step that all ranks have staged, by rank, with the segment's length.
+    pub fn hold_step(&self, key: &StepKey) -> Option<Vec<(SegmentId, Hold, u64)>> {
+        let step = self.step(key).filter(|step| step.phase.is_complete())?;
+        let hold = |id: &SegmentId| self.hold(*id).map(|(hold, len)| (*id, hold, len));
+        step.parts.values().map(hold).collect()
+    }
+
+    /// A step in memory that all ranks of some launch have staged; of several launches, the newest one's.
+    pub fn complete_step(&self, job: &Job, step: Step) -> Option<StepKey> {
+        let state = self.jobs.get(job)?;
+        let all = state.keys(job, |at, _, found| at == step && found.phase.is_complete());
+        all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
+    }
+
+    /// Steps of launches before `newest` that are later than `loaded` and whose saves have begun, with the ids.
+    pub fn saves_under_way(
+        &self,
+        job: &Job,
+        loaded: Option<Step>,
+        newest: LaunchId,
+    ) -> Vec<(StepKey, Vec<SaveId>)> {
+        let Some(state) = self.jobs.get(job) else { return Vec::new() };
+        let keys = state
+            .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
+        let saves = |key: StepKey| match self.step(&key).map(|step| step.phase.clone()) {
+            Some(Phase::Saving { saves }) => Some((key, saves)),
+            _ => None,
+        };
+        keys.into_iter().filter_map(saves).collect()
+    }
+
+    /// Steps that are under way, in words.
+    pub fn unsaved(&self) -> Vec<String> {
+        let mut left = Vec::new();
+        for (job, state) in &self.jobs {
+            let keys = state.keys(job, |_, _, s| !matches!(s.phase, Phase::Committed { .. }));
+            for key in keys {
+                left.push(format!("{job}/{}: {}", key.step, self.progress_of(&key)));
+            }
+        }
+        left
+    }
+
+    /// Unlinks segments whose owners are not connected, hold no part of a step, and that no process maps.
+    pub fn drop_orphans(&mut self, is_unmapped: &dyn Fn(SegmentId) -> bool) {
+        let orphans: Vec<SegmentId> = self
+            .segments
+            .iter()
+            .filter(|(id, segment)| {
+                !self.members.contains_key(&segment.owner)
+                    && matches!(segment.state, Use::Free | Use::Filling(_))
+                    && is_unmapped(**id)
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        orphans.into_iter().for_each(|segment| self.unlink(segment));
+    }
+}

@@ -1,0 +1,371 @@
+//! The life of a step: filled by its ranks, staged, hashed, saved, committed; or dropped whole.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::{Core, Effect, FillOutcome, Phase, StagedStep, StepKey, Use, fail};
+use crate::id::{FillId, MemberId, SaveId, SegmentId, Step};
+use crate::kind::Kind;
+use crate::trainer::protocol::{Failure, Notice, Place, Sample};
+
+/// Dropped fillings that are remembered for each job: more than a folder has segments.
+pub const MAX_DROPPED: usize = 1024;
+/// Ends of steps that are remembered for each launch.
+const MAX_OVER: usize = 256;
+
+impl Core {
+    /// A segment into which the member may write `step`. `new_fill` draws ids of fillings.
+    pub fn fill(
+        &mut self,
+        member: MemberId,
+        step: Step,
+        now: Duration,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+        new_fill: &mut dyn FnMut() -> FillId,
+    ) -> Result<FillOutcome, Failure> {
+        let place = self.writer(member)?;
+        let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
+        else {
+            return fail(
+                Kind::Invalid,
+                "this launch has not prepared anything",
+                "call prepare first",
+            );
+        };
+        let Some(committed_before) = &launch.committed_before else {
+            return Ok(FillOutcome::Unchecked);
+        };
+        let was_saved = matches!(launch.over.get(&step), Some(Ok(_)));
+        if committed_before.contains(&step) || was_saved {
+            return Err(saved_twice(&place, step));
+        }
+        let (world, segments_a_rank) = (launch.world, launch.segments_a_rank);
+        if let Some(key) = self.key_of(&place.job, step, place.launch)
+            && let Some(found) = self.step(&key)
+            && found.parts.contains_key(&place.rank)
+        {
+            return Err(saved_twice(&place, step));
+        }
+        self.went_on(member, &place, step);
+        let Some(segment) = self.free_segment(member) else {
+            return self.no_segment(member, segments_a_rank, is_unmapped);
+        };
+        let state = self.jobs.entry(place.job.clone()).or_default();
+        let found = state.steps.entry((step, place.launch)).or_insert_with(|| StagedStep {
+            fill: new_fill(),
+            phase: Phase::Filling,
+            began_at: now,
+            world,
+            parts: BTreeMap::new(),
+            samples: BTreeMap::new(),
+            len_bytes: 0,
+            committed_at: Duration::ZERO,
+            trouble: None,
+        });
+        let fill = found.fill;
+        let key = StepKey { job: place.job, step, launch: place.launch, fill };
+        if let Some(found) = self.segments.get_mut(&segment) {
+            found.state = Use::Filling(key);
+        }
+        self.effects.push(Effect::MarkFilling(segment));
+        Ok(FillOutcome::Segment(segment, fill))
+    }
+
+    /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`.
+    fn went_on(&mut self, member: MemberId, place: &Place, step: Step) {
+        let own = self.segments.values_mut().filter(|segment| segment.owner == member);
+        for segment in own {
+            if matches!(segment.state, Use::Filling(_)) {
+                segment.state = Use::Free;
+            }
+        }
+        let Some(state) = self.jobs.get(&place.job) else { return };
+        let left = state.keys(&place.job, |other, launch, found| {
+            launch == place.launch
+                && other != step
+                && !found.phase.is_complete()
+                && !found.parts.contains_key(&place.rank)
+        });
+        for key in left {
+            let why = Failure::new(
+                Kind::Invalid,
+                format!(
+                    "rank {} saves step {step} while other ranks save step {}",
+                    place.rank, key.step
+                ),
+                "all ranks of a launch must save the same steps in the same order",
+            );
+            self.drop_step(&key, why);
+        }
+    }
+
+    /// A free segment of the member; one of a committed step is made free when there is no other, the oldest first.
+    fn free_segment(&mut self, member: MemberId) -> Option<SegmentId> {
+        let own = self.owned(member);
+        let is_free = |core: &Self, id: &SegmentId| {
+            core.segments
+                .get(id)
+                .is_some_and(|found| found.state == Use::Free && !found.holds.any())
+        };
+        if let Some(free) = own.iter().find(|id| is_free(self, id)) {
+            return Some(*free);
+        }
+        let held = |core: &Self, id: &SegmentId| match &core.segments.get(id)?.state {
+            Use::Held(key) => Some(key.clone()),
+            _ => None,
+        };
+        let mut over: Vec<StepKey> = own.iter().filter_map(|id| held(self, id)).collect();
+        over.retain(|key| {
+            let phase = self.step(key).map(|step| &step.phase);
+            matches!(phase, Some(Phase::Committed { .. })) && !self.is_held(key)
+        });
+        let resume = self.members.get(&member).and_then(|m| self.resume_point(&m.place.job));
+        // The copy in memory that is the quickest to resume from goes last.
+        over.sort_by_key(|key| (Some(key) == resume.as_ref(), key.step));
+        let key = over.into_iter().next()?;
+        self.release_step(&key);
+        own.into_iter().find(|id| is_free(self, id))
+    }
+
+    fn no_segment(
+        &mut self,
+        member: MemberId,
+        segments_a_rank: usize,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> Result<FillOutcome, Failure> {
+        let own = self.owned(member);
+        if own.is_empty() {
+            let message = "the segments of this rank are gone: the staging daemon was started anew";
+            return fail(Kind::NotFound, message, "call prepare again");
+        }
+        let len_bytes =
+            own.iter().filter_map(|id| self.segments.get(id)).map(|s| s.len_bytes).max();
+        if let Some(len_bytes) = len_bytes
+            && own.len() < super::SEGMENTS_A_RANK.max(segments_a_rank)
+            && self.make_room(len_bytes, is_unmapped)
+        {
+            return Ok(FillOutcome::Grow { len_bytes });
+        }
+        let held: Vec<String> = own
+            .iter()
+            .filter_map(|id| match &self.segments.get(id)?.state {
+                Use::Held(key) => Some(self.progress_of(key)),
+                _ => None,
+            })
+            .collect();
+        Ok(FillOutcome::Full(held.join("; ")))
+    }
+
+    /// Adds a segment that [`FillOutcome::Grow`] asked for.
+    pub fn grow(&mut self, member: MemberId, id: SegmentId, len_bytes: u64) {
+        if let Some(place) = self.place(member).cloned() {
+            self.add_segment(id, member, &place, len_bytes);
+        }
+    }
+
+    /// The member's part of the step is whole. Said twice, it counts once.
+    pub fn staged(
+        &mut self,
+        member: MemberId,
+        step: Step,
+        segment: SegmentId,
+        fill: FillId,
+        samples: Vec<Sample>,
+    ) -> Result<(), Failure> {
+        let place = self.writer(member)?;
+        let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
+        let state = self.segments.get(&segment).filter(|s| s.owner == member).map(|s| &s.state);
+        if state == Some(&Use::Held(key.clone())) {
+            return Ok(());
+        }
+        if state != Some(&Use::Filling(key.clone())) || self.step(&key).is_none() {
+            let over = self
+                .launch(&key)
+                .and_then(|launch| launch.over.get(&step))
+                .and_then(|over| over.as_ref().err().cloned());
+            return Err(over.unwrap_or_else(|| {
+                Failure::new(
+                    Kind::Unavailable,
+                    format!("step {step} was dropped while rank {} filled it", place.rank),
+                    "save the next step: the staging daemon was started anew meanwhile",
+                )
+            }));
+        }
+        self.hold_part(&key, place.rank, segment, samples);
+        Ok(())
+    }
+
+    /// Counts a part of a step as staged.
+    pub fn hold_part(
+        &mut self,
+        key: &StepKey,
+        rank: u32,
+        segment: SegmentId,
+        samples: Vec<Sample>,
+    ) {
+        let mut len_bytes = 0;
+        if let Some(found) = self.segments.get_mut(&segment) {
+            found.state = Use::Held(key.clone());
+            len_bytes = found.len_bytes;
+        }
+        let Some(found) = self.step_mut(key) else { return };
+        found.parts.insert(rank, segment);
+        found.samples.insert(rank, samples);
+        found.len_bytes += len_bytes;
+        if found.parts.len() as u32 == found.world && found.phase == Phase::Filling {
+            found.phase = Phase::Staged;
+            self.effects.push(Effect::KeepStep(key.clone()));
+            self.effects.push(Effect::Save(key.clone()));
+            self.bell.ring();
+        }
+    }
+
+    /// Segments that are being filled, with the step and the rank: their headers may say that they are staged before their owners do.
+    /// `of`: those of this member only.
+    pub fn filling(&self, of: Option<MemberId>) -> Vec<(SegmentId, StepKey, u32)> {
+        let is_it = |owner: MemberId| of.is_none_or(|of| of == owner);
+        let filling = self.segments.iter().filter_map(|(id, segment)| match &segment.state {
+            Use::Filling(key) if is_it(segment.owner) => {
+                Some((*id, key.clone(), segment.place.rank))
+            }
+            _ => None,
+        });
+        filling.collect()
+    }
+
+    /// The member does not go on filling the step.
+    pub fn give_up(
+        &mut self,
+        member: MemberId,
+        step: Step,
+        fill: FillId,
+        why: &str,
+    ) -> Result<(), Failure> {
+        let place = self.writer(member)?;
+        let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
+        if self.step(&key).is_some_and(|found| !found.phase.is_complete()) {
+            let message = format!("rank {} gave up step {step}: {why}", place.rank);
+            self.drop_step(&key, Failure::new(Kind::Unavailable, message, "save the next step"));
+        }
+        Ok(())
+    }
+
+    /// Drops a step whole: its segments can be filled again, its ranks are told.
+    pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
+        let Some(step) = self.step(key) else { return };
+        let mut segments: Vec<SegmentId> = step.parts.values().copied().collect();
+        let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
+        let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
+        segments.extend(&filling);
+        // Before anybody is told: a header that says staged later does not bring the step back.
+        if let Some(job) = self.jobs.get_mut(&key.job) {
+            if job.dropped.len() == MAX_DROPPED {
+                job.dropped.pop_front();
+            }
+            job.dropped.push_back(key.fill);
+        }
+        self.effects.push(Effect::KeepJob(key.job.clone()));
+        self.effects.extend(segments.into_iter().map(Effect::MarkFree));
+        for id in filling {
+            let Some(segment) = self.segments.get_mut(&id) else { continue };
+            segment.state = Use::Free;
+            if !self.members.contains_key(&segment.owner) {
+                self.unlink(id);
+            }
+        }
+        self.release_step(key);
+        self.end(key, Err(why.clone()));
+        let notice = Notice { step: key.step, failure: Some(why), warning: String::new() };
+        self.notify(&key.job, key.launch, &notice);
+        self.bell.ring();
+    }
+
+    fn end(&mut self, key: &StepKey, how: Result<(SaveId, Vec<String>), Failure>) {
+        let launch = self.jobs.get_mut(&key.job).and_then(|job| job.launches.get_mut(&key.launch));
+        let Some(launch) = launch else { return };
+        launch.over.insert(key.step, how);
+        while launch.over.len() > MAX_OVER {
+            launch.over.pop_first();
+        }
+    }
+
+    /// Returns whether a step is late: [`Core::check_deadlines`] would drop it.
+    pub fn has_late(&self, now: Duration) -> bool {
+        let mut steps = self.jobs.values().flat_map(|job| job.steps.values());
+        steps.any(|step| {
+            !step.phase.is_complete() && now.saturating_sub(step.began_at) > self.limits.fill
+        })
+    }
+
+    /// Drops steps that not all ranks have staged in time, counted from the first rank that began.
+    pub fn check_deadlines(&mut self, now: Duration) {
+        let limit = self.limits.fill;
+        let mut late = Vec::new();
+        for (job, state) in &self.jobs {
+            late.extend(state.keys(job, |_, _, step| {
+                !step.phase.is_complete() && now.saturating_sub(step.began_at) > limit
+            }));
+        }
+        for key in late {
+            let message = format!("{} after {} s", self.progress_of(&key), limit.as_secs());
+            tracing::warn!(job = %key.job, "{message}");
+            let hint = "see whether the process is stopped; staging.fill_s is the limit";
+            self.drop_step(&key, Failure::new(Kind::Timeout, message, hint));
+        }
+    }
+
+    /// The hashes of a step are kept.
+    pub fn hashed(&mut self, key: &StepKey) {
+        if let Some(step) = self.step_mut(key)
+            && step.phase == Phase::Staged
+        {
+            step.phase = Phase::Hashed;
+            self.bell.ring();
+        }
+    }
+
+    /// A save of the step begins under the last of these ids, which are kept. Returns whether the step is still to be saved.
+    pub fn saving(&mut self, key: &StepKey, saves: Vec<SaveId>) -> bool {
+        let Some(step) = self.step_mut(key) else { return false };
+        step.phase = Phase::Saving { saves };
+        self.bell.ring();
+        true
+    }
+
+    /// All saves of the step that had begun were aborted.
+    pub fn settled(&mut self, key: &StepKey) {
+        if let Some(step) = self.step_mut(key)
+            && matches!(step.phase, Phase::Saving { .. })
+        {
+            step.phase = Phase::Hashed;
+        }
+    }
+
+    /// An attempt to save the step has failed, and another one follows.
+    pub fn troubled(&mut self, key: &StepKey, trouble: String) {
+        if let Some(step) = self.step_mut(key) {
+            step.trouble = Some(trouble);
+            self.bell.ring();
+        }
+    }
+
+    /// The step is committed.
+    pub fn committed(&mut self, key: &StepKey, save: SaveId, notes: Vec<String>, now: Duration) {
+        if let Some(step) = self.step_mut(key) {
+            step.phase = Phase::Committed { save, notes: notes.clone() };
+            step.committed_at = now;
+            step.trouble = None;
+        }
+        self.end(key, Ok((save, notes)));
+        self.tidy(&key.job);
+        self.bell.ring();
+    }
+}
+
+fn saved_twice(place: &Place, step: Step) -> Failure {
+    Failure::new(
+        Kind::Exists,
+        format!("step {step} of {} is saved already", place.job),
+        "save another step, or remove this one first",
+    )
+}

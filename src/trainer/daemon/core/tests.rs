@@ -1,0 +1,364 @@
+//! The rules of docs/staging.md, one by one, without files and sockets.
+
+use super::*;
+use crate::trainer::protocol::Prepare;
+
+const MIB: u64 = 1 << 20;
+
+/// A core of one job, and the ids that it has drawn.
+struct World {
+    core: Core,
+    drawn: u8,
+    /// Segments that a process has.
+    mapped: BTreeSet<SegmentId>,
+    now: Duration,
+}
+
+fn member(number: u8) -> MemberId {
+    MemberId([number; 16])
+}
+
+fn launch(number: u8) -> LaunchId {
+    LaunchId([number; 16])
+}
+
+fn job() -> Job {
+    "gpt".parse().unwrap()
+}
+
+fn save(number: u8) -> SaveId {
+    SaveId([number; 12])
+}
+
+impl World {
+    fn new(memory_bytes: u64) -> Self {
+        let limits = Limits { memory_bytes, fill: Duration::from_secs(10) };
+        let core = Core::new(limits, Bell::new());
+        Self { core, drawn: 0, mapped: BTreeSet::new(), now: Duration::ZERO }
+    }
+
+    fn prepare(
+        &mut self,
+        launch_number: u8,
+        rank: u32,
+        world: u32,
+    ) -> Result<Vec<SegmentId>, Failure> {
+        let place = Place { job: job(), launch: launch(launch_number), world, rank };
+        let prepare = Prepare {
+            place: place.clone(),
+            segment_bytes: MIB,
+            launch_bytes: MIB * u64::from(world),
+            born_ns: launch_number.into(),
+            resumed: Resumed::default(),
+            keep: 0,
+            limit_ms: 0,
+        };
+        let mapped = self.mapped.clone();
+        let drawn = &mut self.drawn;
+        let mut new_id = || {
+            *drawn += 1;
+            SegmentId([*drawn; 16])
+        };
+        let own = member(launch_number * 16 + rank as u8);
+        let made = self.core.prepare(own, &prepare, &|id| !mapped.contains(&id), &mut new_id)?;
+        self.mapped.extend(&made);
+        if self.core.unchecked(own).is_some() {
+            self.core.checked(&place, BTreeSet::new(), None);
+        }
+        Ok(made)
+    }
+
+    fn fill(&mut self, own: u8, step: u64) -> Result<FillOutcome, Failure> {
+        let mapped = self.mapped.clone();
+        let drawn = &mut self.drawn;
+        let mut new_fill = || {
+            *drawn += 1;
+            FillId([*drawn; 16])
+        };
+        let is_unmapped = |id: SegmentId| !mapped.contains(&id);
+        self.core.fill(member(own), Step(step), self.now, &is_unmapped, &mut new_fill)
+    }
+
+    /// Fills and stages a step for a member.
+    fn stage(&mut self, own: u8, step: u64) -> (SegmentId, FillId) {
+        let FillOutcome::Segment(segment, fill) = self.fill(own, step).unwrap() else {
+            panic!("no segment for step {step} of member {own}");
+        };
+        self.core.staged(member(own), Step(step), segment, fill, Vec::new()).unwrap();
+        (segment, fill)
+    }
+
+    fn key(&self, launch_number: u8, step: u64) -> Option<StepKey> {
+        self.core.key_of(&job(), Step(step), launch(launch_number))
+    }
+
+    fn commit(&mut self, launch_number: u8, step: u64) {
+        let key = self.key(launch_number, step).unwrap();
+        self.core.committed(&key, save(step as u8), Vec::new(), Duration::from_secs(step));
+    }
+
+    fn phase(&self, launch_number: u8, step: u64) -> Option<&'static str> {
+        Some(self.core.step(&self.key(launch_number, step)?)?.phase.name())
+    }
+
+    fn effects(&mut self) -> Vec<Effect> {
+        std::mem::take(&mut self.core.effects)
+    }
+}
+
+#[test]
+fn a_save_begins_when_the_last_rank_has_staged() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    assert_eq!(world.phase(1, 10), Some("filling"));
+    assert!(!world.effects().iter().any(|effect| matches!(effect, Effect::Save(_))));
+    world.stage(17, 10);
+    assert_eq!(world.phase(1, 10), Some("staged"));
+    let key = world.key(1, 10).unwrap();
+    assert!(world.effects().contains(&Effect::Save(key)));
+}
+
+#[test]
+fn a_segment_is_marked_before_its_owner_is_told() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.effects();
+    let FillOutcome::Segment(segment, _) = world.fill(16, 10).unwrap() else { panic!() };
+    assert!(world.effects().contains(&Effect::MarkFilling(segment)));
+}
+
+#[test]
+fn a_step_that_a_dead_rank_cannot_complete_is_dropped_and_the_others_are_told() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    let (segment, fill) = world.stage(16, 10);
+    world.effects();
+    world.core.gone(member(17));
+    assert_eq!(world.phase(1, 10), None);
+    assert!(world.effects().contains(&Effect::MarkFree(segment)));
+    let notices = world.core.take_notices(member(16));
+    assert!(notices[0].failure.as_ref().unwrap().message.contains("rank 1 died"));
+    assert!(world.core.job(&job()).unwrap().dropped.contains(&fill));
+    assert!(world.core.outcome(member(16), Step(10)).is_err());
+}
+
+#[test]
+fn a_step_that_was_staged_by_all_needs_no_trainer() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    world.stage(17, 10);
+    world.core.gone(member(16));
+    world.core.gone(member(17));
+    assert_eq!(world.phase(1, 10), Some("staged"));
+    world.prepare(2, 0, 1).unwrap();
+    assert_eq!(world.phase(1, 10), Some("staged"), "a newer launch leaves it alone");
+}
+
+#[test]
+fn parts_of_two_fillings_never_mix() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    let (segment, old) = world.stage(16, 10);
+    let FillOutcome::Segment(_, fill) = world.fill(17, 10).unwrap() else { panic!() };
+    assert_eq!(fill, old, "all ranks of a step fill one filling");
+    world.core.give_up(member(17), Step(10), fill, "Ctrl-C").unwrap();
+    let FillOutcome::Segment(_, new) = world.fill(17, 10).unwrap() else { panic!() };
+    assert_ne!(new, old);
+    let late = world.core.staged(member(16), Step(10), segment, old, Vec::new());
+    assert!(late.is_err(), "what was staged for the old filling does not count for the new one");
+}
+
+#[test]
+fn said_twice_it_counts_once() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    let (segment, fill) = world.stage(16, 10);
+    world.core.staged(member(16), Step(10), segment, fill, Vec::new()).unwrap();
+    assert!(world.fill(16, 10).is_err(), "a step is saved once");
+    world.commit(1, 10);
+    assert!(world.fill(16, 10).is_err());
+}
+
+#[test]
+fn only_a_committed_step_that_nobody_reads_gives_its_segment_back() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    let (first, _) = world.stage(16, 10);
+    let (second, _) = world.stage(16, 20);
+    assert_ne!(first, second);
+    assert!(matches!(world.fill(16, 30).unwrap(), FillOutcome::Full(_)));
+    let hold = world.core.hold(first).unwrap().0;
+    world.commit(1, 10);
+    assert!(matches!(world.fill(16, 30).unwrap(), FillOutcome::Full(_)), "a reader holds it");
+    drop(hold);
+    let FillOutcome::Segment(again, _) = world.fill(16, 30).unwrap() else { panic!() };
+    assert_eq!(again, first);
+    assert_eq!(world.phase(1, 10), None);
+    assert_eq!(world.phase(1, 20), Some("staged"));
+}
+
+#[test]
+fn the_copy_to_resume_from_is_filled_again_last() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    let (first, _) = world.stage(16, 10);
+    world.commit(1, 10);
+    world.stage(16, 20);
+    world.commit(1, 20);
+    let FillOutcome::Segment(again, _) = world.fill(16, 30).unwrap() else { panic!() };
+    assert_eq!(again, first);
+    assert_eq!(world.core.resume_point(&job()).unwrap().step, Step(20));
+}
+
+#[test]
+fn a_newer_launch_fences_the_older_one_and_never_the_other_way_round() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.fill(16, 10).unwrap();
+    world.prepare(2, 0, 1).unwrap();
+    assert_eq!(world.phase(1, 10), None, "what it was filling is dropped");
+    assert_eq!(world.fill(16, 20).unwrap_err().kind(), Kind::Fenced);
+    assert_eq!(world.prepare(1, 0, 1).unwrap_err().kind(), Kind::Fenced);
+    world.prepare(4, 0, 1).unwrap();
+    assert_eq!(
+        world.prepare(3, 0, 1).unwrap_err().kind(),
+        Kind::Fenced,
+        "it is older than the newest"
+    );
+}
+
+#[test]
+fn ranks_that_disagree_are_named() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    assert!(world.prepare(1, 1, 3).unwrap_err().message.contains("3 ranks, others say 2"));
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    world.fill(17, 11).unwrap();
+    assert_eq!(world.phase(1, 10), None);
+    let notices = world.core.take_notices(member(16));
+    let told = &notices[0].failure.as_ref().unwrap().message;
+    assert!(told.contains("rank 1 saves step 11") && told.contains("step 10"), "{told}");
+}
+
+#[test]
+fn a_slow_rank_may_lag_behind_by_one_step() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    world.fill(17, 10).unwrap();
+    world.stage(16, 20);
+    assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("filling"), Some("filling")));
+}
+
+#[test]
+fn a_rank_that_is_late_is_named_also_when_it_never_began() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    world.core.check_deadlines(Duration::from_secs(10));
+    assert_eq!(world.phase(1, 10), Some("filling"));
+    world.core.check_deadlines(Duration::from_millis(10_001));
+    assert_eq!(world.phase(1, 10), None);
+    let notices = world.core.take_notices(member(16));
+    assert!(notices[0].failure.as_ref().unwrap().message.contains("rank 1 has not staged step 10"));
+}
+
+#[test]
+fn memory_is_promised_to_a_launch_as_a_whole() {
+    let mut world = World::new(4 * MIB);
+    assert_eq!(world.prepare(1, 0, 2).unwrap().len(), 2);
+    assert_eq!(world.prepare(1, 1, 2).unwrap().len(), 2);
+    let mut world = World::new(3 * MIB);
+    assert_eq!(world.prepare(1, 0, 2).unwrap().len(), 1);
+    assert_eq!(world.prepare(1, 1, 2).unwrap().len(), 1);
+    let mut world = World::new(MIB);
+    let full = world.prepare(1, 0, 2).unwrap_err();
+    assert_eq!(full.kind(), Kind::Busy);
+    assert!(full.hint.contains("staging.memory"));
+}
+
+#[test]
+fn the_resume_point_stays_until_the_next_launch_has_committed() {
+    let mut world = World::new(2 * MIB);
+    let old = world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 10);
+    world.commit(1, 10);
+    world.core.gone(member(16));
+    world.mapped.clear();
+    for segment in world.core.doomed() {
+        world.core.freed(segment);
+    }
+    let new = world.prepare(2, 0, 1).unwrap();
+    assert_eq!(new.len(), 1, "the other half of the memory has the step to resume from");
+    assert_eq!(world.core.resume_point(&job()).unwrap().step, Step(10));
+    world.stage(32, 20);
+    assert!(matches!(world.fill(32, 30).unwrap(), FillOutcome::Full(_)));
+    assert_eq!(world.phase(1, 10), Some("committed"));
+    world.commit(2, 20);
+    assert_eq!(world.phase(1, 10), None, "nobody resumes from it any more");
+    for segment in world.core.doomed() {
+        world.core.freed(segment);
+    }
+    assert!(old.iter().all(|segment| world.core.hold(*segment).is_none()));
+    assert!(matches!(world.fill(32, 30), Ok(FillOutcome::Grow { .. } | FillOutcome::Segment(..))));
+}
+
+#[test]
+fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 10);
+    world.stage(16, 20);
+    let key = world.key(1, 20).unwrap();
+    world.core.saving(&key, vec![save(1)]);
+    world.prepare(2, 0, 1).unwrap();
+    assert_eq!(world.core.later_in_memory(&job(), Some(Step(10)), launch(2)), [Step(20)]);
+    let under_way = world.core.saves_under_way(&job(), Some(Step(10)), launch(2));
+    assert_eq!(under_way, [(key, vec![save(1)])]);
+    world.core.abandon(&job(), Some(Step(10)), launch(2));
+    assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
+}
+
+#[test]
+fn a_committed_step_that_somebody_replaced_is_no_resume_point() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 10);
+    world.commit(1, 10);
+    world.core.drop_replaced(&job(), &|_| Some(save(10)));
+    assert_eq!(world.phase(1, 10), Some("committed"));
+    world.core.drop_replaced(&job(), &|_| Some(save(99)));
+    assert_eq!(world.phase(1, 10), None);
+}
+
+#[test]
+fn what_a_job_remembers_comes_back() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.prepare(2, 0, 1).unwrap();
+    let FillOutcome::Segment(_, fill) = world.fill(32, 10).unwrap() else { panic!() };
+    world.core.give_up(member(32), Step(10), fill, "why").unwrap();
+    world.core.answer_load(&job(), LoadAnswer { launch: launch(2), number: 1, step: Step(7) });
+    world.core.answer_load(&job(), LoadAnswer { launch: launch(2), number: 1, step: Step(8) });
+    let record = world.core.job_record(&job()).unwrap();
+    assert_eq!(record.loads.len(), 1, "the first answer counts");
+    let mut again = World::new(64 * MIB);
+    again.core.restore_job(record.clone());
+    assert_eq!(again.core.job_record(&job()), Some(record));
+    let key = StepKey { job: job(), step: Step(10), launch: launch(2), fill };
+    assert!(!again.core.may_restore(&key), "a dropped filling does not come back");
+    assert!(again.core.may_restore(&StepKey { fill: FillId([9; 16]), ..key.clone() }));
+    assert!(!again.core.may_restore(&StepKey { launch: launch(9), ..key }));
+    assert_eq!(again.prepare(1, 0, 1).unwrap_err().kind(), Kind::Fenced);
+}

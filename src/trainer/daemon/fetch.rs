@@ -1,0 +1,249 @@
+//! Loads from the cluster: the shards of a step are read once, in order, into files of the staging folder, and given out like segments.
+#![allow(clippy::disallowed_methods)] // shared memory lies outside any store
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::StagingDaemon;
+use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
+use crate::format::table::{FOOTER_BYTES, MergeInput, Table, table_range};
+use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
+use crate::kind::Kind;
+use crate::trainer::mapping;
+use crate::trainer::protocol::{Failure, Part};
+
+/// How long a step that nobody uses stays in memory: ranks of a launch do not ask at the same moment.
+const KEPT: Duration = Duration::from_secs(60);
+
+/// A step that is being read from the cluster, or was.
+pub struct Fetch {
+    /// What it reads.
+    pub step: Step,
+    /// The save that the step was when the read began.
+    pub save: SaveId,
+    done_bytes: AtomicU64,
+    total_bytes: AtomicU64,
+    /// When it was last asked for or released.
+    used_at: Mutex<Duration>,
+    state: Mutex<Option<Result<Arc<Fetched>, Failure>>>,
+}
+
+/// A step that was read.
+pub struct Fetched {
+    /// Its table, with hashes.
+    pub table: Table,
+    /// The shards' files and where they lie.
+    pub files: Vec<(PathBuf, Part)>,
+}
+
+impl Drop for Fetched {
+    fn drop(&mut self) {
+        for (path, _) in &self.files {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Fetch {
+    /// Bytes read, and bytes in all.
+    pub fn progress(&self) -> (u64, u64) {
+        (self.done_bytes.load(Ordering::Relaxed), self.total_bytes.load(Ordering::Relaxed))
+    }
+
+    /// Somebody uses it now.
+    pub fn touch(&self, now: Duration) {
+        *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = now;
+    }
+
+    /// Returns whether it is being read, somebody uses it, or a rank that begins a little later may ask for it.
+    pub fn is_wanted(&self, now: Duration) -> bool {
+        match self.end() {
+            None => true,
+            // One is the fetch's own, one is that of `end`.
+            Some(Ok(fetched)) if Arc::strong_count(&fetched) > 2 => {
+                self.touch(now);
+                true
+            }
+            Some(Ok(_)) => {
+                let used_at = *self.used_at.lock().unwrap_or_else(PoisonError::into_inner);
+                now.saturating_sub(used_at) < KEPT
+            }
+            Some(Err(_)) => false,
+        }
+    }
+
+    /// The end, when it has come.
+    pub fn end(&self) -> Option<Result<Arc<Fetched>, Failure>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Writes a shard to its file.
+struct FileSink(File);
+
+impl Sink for FileSink {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(bytes, offset)
+    }
+}
+
+fn failed(step: Step, error: &ClientError) -> Failure {
+    Failure::new(
+        error.kind(),
+        format!("reading step {step} from the cluster: {error}"),
+        error.hint().unwrap_or_default(),
+    )
+}
+
+/// The data shards of a step by number; `None` when it is not one that a trainer saved.
+fn data_shards(shown: &ShowReport) -> Option<Vec<(ShardName, u64)>> {
+    let mut data = BTreeMap::new();
+    let mut has_index = false;
+    for (root, _) in &shown.shards {
+        let name = root.name.as_str();
+        has_index |= name.starts_with("index/");
+        if let Some(number) = name.strip_prefix("data/").and_then(|rest| rest.rsplit_once('/')) {
+            data.insert(number.1.parse::<u32>().ok()?, (root.name.clone(), root.len_bytes));
+        }
+    }
+    let is_whole = has_index && (0..).zip(data.keys()).all(|(at, number)| at == *number);
+    (is_whole && !data.is_empty()).then(|| data.into_values().collect())
+}
+
+impl StagingDaemon {
+    /// Reads a committed step from the cluster, or joins whoever reads it.
+    pub(super) async fn fetch(
+        self: &Arc<Self>,
+        job: &Job,
+        step: Step,
+        save: SaveId,
+    ) -> Result<Arc<Fetch>, Failure> {
+        if let Some(fetch) = self.fetches().get(&(job.clone(), step))
+            && fetch.save == save
+            && !matches!(fetch.end(), Some(Err(_)))
+        {
+            fetch.touch(self.clock.now());
+            return Ok(fetch.clone());
+        }
+        let shown =
+            self.client.show(job, Some(step)).await.map_err(|error| failed(step, &error))?;
+        let save = shown.step.saved.save;
+        let mut fetches = self.fetches();
+        if let Some(fetch) = fetches.get(&(job.clone(), step))
+            && fetch.save == save
+            && !matches!(fetch.end(), Some(Err(_)))
+        {
+            return Ok(fetch.clone());
+        }
+        let fetch = Arc::new(Fetch {
+            step,
+            save,
+            done_bytes: AtomicU64::new(0),
+            total_bytes: AtomicU64::new(0),
+            used_at: Mutex::new(self.clock.now()),
+            state: Mutex::new(None),
+        });
+        fetches.insert((job.clone(), step), fetch.clone());
+        drop(fetches);
+        let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
+        tokio::spawn(async move {
+            let end = daemon.read_step(&job, &shown, &running).await;
+            *running.state.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.map(Arc::new));
+            daemon.account_fetches();
+            daemon.bell.ring();
+        });
+        Ok(fetch)
+    }
+
+    async fn read_step(
+        self: &Arc<Self>,
+        job: &Job,
+        shown: &ShowReport,
+        fetch: &Arc<Fetch>,
+    ) -> Result<Fetched, Failure> {
+        let step = fetch.step;
+        let Some(shards) = data_shards(shown) else {
+            let message = format!("{job}/{step} was not saved by a trainer: it has no index");
+            return Err(Failure::new(
+                Kind::Invalid,
+                message,
+                "`rapidraid restore` writes it to files",
+            ));
+        };
+        let len_bytes = shards.iter().map(|(_, bytes)| bytes).sum();
+        fetch.total_bytes.store(len_bytes, Ordering::Relaxed);
+        let has_room =
+            self.with(|core| core.make_room(len_bytes, &|id| self.folder.is_unmapped(id)));
+        if !has_room {
+            return Err(self.with(|core| core.no_room(len_bytes)));
+        }
+        let mut fetched = Fetched { table: Table::default(), files: Vec::new() };
+        let io_failed = |error: io::Error| {
+            let hint =
+                "the staging folder needs room for the step; see staging.dir and staging.memory";
+            Failure::new(Kind::Busy, format!("memory for step {step}: {error}"), hint)
+        };
+        let mut ranges = Vec::with_capacity(shards.len());
+        for (number, (name, bytes)) in (0..).zip(shards) {
+            let path = self.folder.fetched_path(SegmentId(self.entropy.id()));
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create_new(true).mode(0o600);
+            let file = options.open(&path).map_err(io_failed)?;
+            let (shard_offset, file_offset) = (0, 0);
+            let part = Part {
+                shard: number,
+                shard_offset,
+                file_offset,
+                len_bytes: bytes,
+                file_bytes: bytes,
+                fill: None,
+            };
+            fetched.files.push((path, part));
+            mapping::reserve(&file, bytes, || Ok(())).map_err(io_failed)?;
+            ranges.push(ReadRange { shard: name, range: 0..bytes, to: Arc::new(FileSink(file)) });
+        }
+        let (daemon, watched) = (self.clone(), fetch.clone());
+        let progress = Arc::new(move |progress: Progress| {
+            watched.done_bytes.store(progress.done_bytes, Ordering::Relaxed);
+            let _ = &daemon;
+        });
+        let read = self.client.read_ranges(job, Some(step), &ranges, progress).await;
+        read.map_err(|error| failed(step, &error))?;
+        let tables = fetched
+            .files
+            .iter()
+            .map(|(path, part)| table_of(path, part.len_bytes))
+            .collect::<Result<Vec<_>, _>>();
+        let tables = tables.map_err(|why| {
+            let hint = "it was written by another version, or its trainer is at fault";
+            Failure::new(Kind::Corrupt, format!("the index of {job}/{step}: {why}"), hint)
+        })?;
+        let inputs: Vec<MergeInput<'_>> = (0..)
+            .zip(&tables)
+            .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
+            .collect();
+        fetched.table = Table::merge(&inputs).map_err(|error| {
+            Failure::new(Kind::Corrupt, format!("the index of {job}/{step}: {error}"), "")
+        })?;
+        Ok(fetched)
+    }
+}
+
+/// The table at the end of a shard's file.
+fn table_of(path: &std::path::Path, len_bytes: u64) -> Result<Table, String> {
+    let text = |error: &dyn std::fmt::Display| error.to_string();
+    let file = File::open(path).map_err(|error| text(&error))?;
+    let mut footer = [0; FOOTER_BYTES];
+    let at = len_bytes.checked_sub(FOOTER_BYTES as u64).ok_or("it is too short")?;
+    file.read_exact_at(&mut footer, at).map_err(|error| text(&error))?;
+    let range = table_range(len_bytes, &footer).map_err(|error| text(&error))?;
+    let mut bytes = vec![0; (range.end - range.start) as usize];
+    file.read_exact_at(&mut bytes, range.start).map_err(|error| text(&error))?;
+    Table::parse(&bytes).map_err(|error| text(&error))
+}

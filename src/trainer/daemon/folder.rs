@@ -1,0 +1,449 @@
+//! The staging folder: who may use it, and its files (docs/staging.md, 2).
+#![allow(clippy::disallowed_methods)] // shared memory lies outside any store
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::core::StepKey;
+use super::records::{InstanceRecord, JobRecord, OwnerRecord, StepRecord};
+use crate::entropy::Entropy;
+use crate::format::FormatError;
+use crate::format::records::Record;
+use crate::id::{ClusterId, InstanceId, Job, SegmentId};
+use crate::kind::Kind;
+use crate::trainer::mapping;
+use crate::trainer::segment::{self, State};
+use crate::trainer::session::SOCKET;
+
+/// The longest record or table that is read.
+const MAX_FILE_BYTES: u64 = 1 << 30;
+
+/// What lies in the folder.
+const FOLDERS: [&str; 4] = ["segments", "steps", "jobs", "fetched"];
+const LOCK: &str = "lock";
+/// Memory that is given up when the daemon has to keep a record and the file system is full.
+const RESERVE: &str = "reserve";
+const RESERVE_BYTES: u64 = 1 << 20;
+
+/// Why the folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FolderError {
+    /// It belongs to somebody else, or others can enter it.
+    #[error("the staging folder {} {problem}: it must belong to this user and have mode 0700", path.display())]
+    Untrusted {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Another daemon uses it.
+    #[error("another staging daemon runs in {}: `rapidraid stage --status` shows it", path.display())]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// It was made for another cluster.
+    #[error("the staging folder {} belongs to cluster {found}, not to {expected}: name another one by staging.dir", path.display())]
+    OtherCluster {
+        /// The folder.
+        path: PathBuf,
+        /// The cluster that it belongs to.
+        found: ClusterId,
+        /// This daemon's.
+        expected: ClusterId,
+    },
+    /// A record does not parse.
+    #[error("{}: {source}", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: FormatError,
+    },
+    /// The system refused.
+    #[error("{op} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        op: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+impl FolderError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            FolderError::Untrusted { .. } | FolderError::OtherCluster { .. } => Kind::Denied,
+            FolderError::InUse { .. } => Kind::Exists,
+            FolderError::Record { source, .. } => source.kind(),
+            FolderError::Io { source, .. } => match source.kind() {
+                io::ErrorKind::NotFound => Kind::NotFound,
+                io::ErrorKind::StorageFull | io::ErrorKind::OutOfMemory => Kind::Busy,
+                _ => Kind::Io,
+            },
+        }
+    }
+}
+
+/// The folder of one daemon, locked as long as this lives.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    instance: InstanceId,
+    lock: File,
+}
+
+fn during<'a>(op: &'static str, path: &'a Path) -> impl Fn(io::Error) -> FolderError + 'a {
+    move |source| FolderError::Io { op, path: path.to_owned(), source }
+}
+
+impl Folder {
+    /// Opens and locks the folder, which is made when it is missing.
+    pub fn open(
+        path: &Path,
+        cluster: ClusterId,
+        entropy: &dyn Entropy,
+    ) -> Result<Self, FolderError> {
+        let make = |path: &Path| DirBuilder::new().recursive(true).mode(0o700).create(path);
+        make(path).map_err(during("making", path))?;
+        check_owner(path)?;
+        let lock_path = path.join(LOCK);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let lock = options.open(&lock_path).map_err(during("opening", &lock_path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(FolderError::InUse { path: path.to_owned() });
+            }
+            Err(TryLockError::Error(error)) => return Err(during("locking", &lock_path)(error)),
+        }
+        for below in FOLDERS {
+            let folder = path.join(below);
+            make(&folder).map_err(during("making", &folder))?;
+        }
+        let mut folder = Self { path: path.to_owned(), instance: InstanceId([0; 16]), lock };
+        let at = path.join("instance");
+        let boot = boot_id();
+        let mut record = folder.read_record::<InstanceRecord>(&at)?;
+        if record.as_ref().is_some_and(|record| record.boot != boot) {
+            tracing::warn!(
+                "the host was booted since the staging folder was used: what lies in it is not trusted"
+            );
+            folder.clear()?;
+            record = None;
+        }
+        let record = match record {
+            Some(record) => record,
+            None => {
+                let record = InstanceRecord { instance: InstanceId(entropy.id()), cluster, boot };
+                folder.write_record(&at, &record)?;
+                record
+            }
+        };
+        if record.cluster != cluster {
+            let (path, found) = (path.to_owned(), record.cluster);
+            return Err(FolderError::OtherCluster { path, found, expected: cluster });
+        }
+        folder.instance = record.instance;
+        folder.keep_reserve();
+        // What the last daemon was reading from the cluster is read again when somebody asks.
+        let fetched = folder.path.join("fetched");
+        for file in folder.list(&fetched)? {
+            let _ = fs::remove_file(file);
+        }
+        Ok(folder)
+    }
+
+    /// The folder's id.
+    pub fn instance(&self) -> InstanceId {
+        self.instance
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the socket is; what a daemon before this one left there is removed.
+    pub fn new_socket(&self) -> Result<PathBuf, FolderError> {
+        let path = self.path.join(SOCKET);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(during("removing", &path)(error))
+            }
+            _ => Ok(path),
+        }
+    }
+
+    fn segment_path(&self, id: SegmentId) -> PathBuf {
+        self.path.join("segments").join(format!("{id}.seg"))
+    }
+
+    fn owner_path(&self, id: SegmentId) -> PathBuf {
+        self.path.join("segments").join(format!("{id}.own"))
+    }
+
+    /// Makes the file of a segment and keeps whose it is. The descriptor is for writing, and holds the lock by which the daemon knows that
+    /// a process has the segment: the lock goes with the last copy of the descriptor, however its process ends.
+    pub fn make_segment(&self, id: SegmentId, owner: &OwnerRecord) -> Result<OwnedFd, FolderError> {
+        self.write_record(&self.owner_path(id), owner)?;
+        let path = self.segment_path(id);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        let file = options.open(&path).map_err(during("making", &path))?;
+        file.lock_shared().map_err(during("locking", &path))?;
+        Ok(file.into())
+    }
+
+    /// Writes the state into a segment's header.
+    pub fn set_state(&self, id: SegmentId, state: State) -> io::Result<()> {
+        let file = OpenOptions::new().write(true).open(self.segment_path(id))?;
+        if file.metadata()?.len() == 0 {
+            // Its owner has not reserved its memory yet: there is nothing to take back.
+            return Ok(());
+        }
+        segment::set_state(&file, state)
+    }
+
+    /// Opens a segment for reading.
+    pub fn open_segment(&self, id: SegmentId) -> Result<File, FolderError> {
+        let path = self.segment_path(id);
+        File::open(&path).map_err(during("opening", &path))
+    }
+
+    /// Segments that are there, with their owners; files without an owner are removed.
+    pub fn segments(&self) -> Result<Vec<(SegmentId, OwnerRecord)>, FolderError> {
+        let mut found = Vec::new();
+        for path in self.list(&self.path.join("segments"))? {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let Some((id, kind)) = name.split_once('.') else { continue };
+            let Ok(id) = id.parse::<SegmentId>() else { continue };
+            let owner = self.owner_path(id);
+            match kind {
+                "own" if !self.segment_path(id).exists() => drop(fs::remove_file(&path)),
+                "seg" => match self.read_record::<OwnerRecord>(&owner) {
+                    Ok(Some(record)) => found.push((id, record)),
+                    _ => {
+                        tracing::warn!(segment = %id, "a segment without an owner is removed");
+                        let _ = fs::remove_file(&path);
+                        let _ = fs::remove_file(&owner);
+                    }
+                },
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns whether no process has the segment. The daemon's own descriptors hold no lock.
+    pub fn is_unmapped(&self, id: SegmentId) -> bool {
+        match self.open_segment(id) {
+            Ok(file) => file.try_lock().is_ok(),
+            Err(error) => error.kind() == Kind::NotFound,
+        }
+    }
+
+    /// Unlinks a segment if no process has it. Returns whether it is gone.
+    pub fn unlink_segment(&self, id: SegmentId) -> bool {
+        if !self.is_unmapped(id) {
+            return false;
+        }
+        let _ = fs::remove_file(self.segment_path(id));
+        let _ = fs::remove_file(self.owner_path(id));
+        true
+    }
+
+    /// Returns whether the folder is still the one that was locked: whoever cleans up a host's shared memory takes it away under the daemon.
+    pub fn is_there(&self) -> bool {
+        let now = fs::symlink_metadata(self.path.join(LOCK));
+        match (now, self.lock.metadata()) {
+            (Ok(now), Ok(locked)) => (now.dev(), now.ino()) == (locked.dev(), locked.ino()),
+            _ => false,
+        }
+    }
+
+    fn step_path(&self, key: &StepKey) -> PathBuf {
+        let folder = self.path.join("steps").join(key.job.as_str());
+        folder.join(format!("{:020}-{}-{}", key.step.0, key.launch, key.fill))
+    }
+
+    fn table_path(&self, key: &StepKey) -> PathBuf {
+        self.step_path(key).with_extension("table")
+    }
+
+    /// Keeps a step's record.
+    pub fn keep_step(&self, record: &StepRecord) -> Result<(), FolderError> {
+        let path = self.step_path(&record.key());
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(during("making", folder))?;
+        }
+        self.write_record(&path, record)
+    }
+
+    /// The steps that are kept. Tables without a record, and records that do not parse, are removed.
+    pub fn steps(&self) -> Result<Vec<StepRecord>, FolderError> {
+        let mut found = Vec::new();
+        for job in self.list(&self.path.join("steps"))? {
+            for path in self.list(&job)? {
+                let is_table = path.extension().is_some();
+                match self.read_record::<StepRecord>(&path.with_extension("")) {
+                    Ok(Some(_)) if is_table => {}
+                    Ok(Some(record)) => found.push(record),
+                    _ => drop(fs::remove_file(&path)),
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Keeps the table of a step, with hashes.
+    pub fn keep_table(&self, key: &StepKey, table: &[u8]) -> Result<(), FolderError> {
+        self.write(&self.table_path(key), table)
+    }
+
+    /// The table of a step, if it is kept.
+    pub fn table(&self, key: &StepKey) -> Result<Option<Vec<u8>>, FolderError> {
+        self.read(&self.table_path(key))
+    }
+
+    /// Removes what is kept of a step.
+    pub fn forget_step(&self, key: &StepKey) {
+        let _ = fs::remove_file(self.table_path(key));
+        let _ = fs::remove_file(self.step_path(key));
+    }
+
+    fn job_path(&self, job: &Job) -> PathBuf {
+        self.path.join("jobs").join(job.as_str())
+    }
+
+    /// Keeps a job's record.
+    pub fn keep_job(&self, record: &JobRecord) -> Result<(), FolderError> {
+        self.write_record(&self.job_path(&record.job), record)
+    }
+
+    /// The jobs that are kept.
+    pub fn jobs(&self) -> Result<Vec<JobRecord>, FolderError> {
+        let mut found = Vec::new();
+        for path in self.list(&self.path.join("jobs"))? {
+            found.extend(self.read_record::<JobRecord>(&path)?);
+        }
+        Ok(found)
+    }
+
+    /// A new file below `fetched/`.
+    pub fn fetched_path(&self, id: SegmentId) -> PathBuf {
+        self.path.join("fetched").join(id.to_string())
+    }
+
+    fn list(&self, folder: &Path) -> Result<Vec<PathBuf>, FolderError> {
+        let entries = fs::read_dir(folder).map_err(during("listing", folder))?;
+        let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+        // What a killed daemon was writing.
+        paths.retain(|path| {
+            let is_temporary = path.extension().is_some_and(|extension| extension == "new");
+            if is_temporary {
+                let _ = fs::remove_file(path);
+            }
+            !is_temporary
+        });
+        paths.sort();
+        Ok(paths)
+    }
+
+    fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FolderError> {
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(during("opening", path)(error)),
+        };
+        let mut bytes = Vec::new();
+        file.take(MAX_FILE_BYTES).read_to_end(&mut bytes).map_err(during("reading", path))?;
+        Ok(Some(bytes))
+    }
+
+    fn read_record<R: Record>(&self, path: &Path) -> Result<Option<R>, FolderError> {
+        let failed = |source| FolderError::Record { path: path.to_owned(), source };
+        self.read(path)?.map(|bytes| R::parse(&bytes).map_err(failed)).transpose()
+    }
+
+    fn write_record<R: Record>(&self, path: &Path, record: &R) -> Result<(), FolderError> {
+        let failed = |source| FolderError::Record { path: path.to_owned(), source };
+        self.write(path, &record.to_bytes().map_err(failed)?)
+    }
+
+    /// Writes a file under another name and renames it, so that a killed daemon leaves the old or the new one. When trainers have filled
+    /// the file system, the reserve makes room.
+    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
+        match self.try_write(path, bytes) {
+            Err(error) if error.kind() == Kind::Busy => {
+                let _ = fs::remove_file(self.path.join(RESERVE));
+                self.try_write(path, bytes)
+            }
+            result => result,
+        }
+    }
+
+    /// Makes the reserve, if it is not there and there is room for it.
+    pub fn keep_reserve(&self) {
+        let path = self.path.join(RESERVE);
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
+        let Ok(file) = options.open(&path) else { return };
+        if mapping::reserve(&file, RESERVE_BYTES, || Ok(())).is_err() {
+            let _ = fs::remove_file(&path);
+        }
+    }
+
+    /// Removes everything but the lock.
+    fn clear(&self) -> Result<(), FolderError> {
+        for below in FOLDERS {
+            let folder = self.path.join(below);
+            fs::remove_dir_all(&folder).map_err(during("removing", &folder))?;
+            fs::create_dir(&folder).map_err(during("making", &folder))?;
+        }
+        Ok(())
+    }
+
+    fn try_write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
+        let mut name = path.as_os_str().to_owned();
+        name.push(".new");
+        let temporary = PathBuf::from(name);
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        let written = options
+            .open(&temporary)
+            .and_then(|mut file| io::Write::write_all(&mut file, bytes))
+            .and_then(|()| fs::rename(&temporary, path));
+        written.map_err(during("writing", path))
+    }
+}
+
+fn check_owner(path: &Path) -> Result<(), FolderError> {
+    let metadata = fs::symlink_metadata(path).map_err(during("looking at", path))?;
+    let own = rustix::process::geteuid().as_raw();
+    let untrusted = |problem: String| FolderError::Untrusted { path: path.to_owned(), problem };
+    if !metadata.is_dir() {
+        return Err(untrusted("is no folder".into()));
+    }
+    if metadata.uid() != own {
+        return Err(untrusted(format!("belongs to user {}, not to user {own}", metadata.uid())));
+    }
+    if metadata.mode() & 0o077 != 0 {
+        return Err(untrusted(format!("has mode {:04o}", metadata.mode() & 0o7777)));
+    }
+    Ok(())
+}
+
+/// The boot of this host; empty where the system does not say.
+fn boot_id() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_owned()
+}

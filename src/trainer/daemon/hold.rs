@@ -1,0 +1,89 @@
+//! Who still uses a segment's bytes: uploads and readers each own a [`Hold`], and the segment is free when the last one is dropped.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+/// Wakes whoever waits for a change of the daemon's state.
+#[derive(Debug, Clone)]
+pub struct Bell(Arc<watch::Sender<u64>>);
+
+impl Bell {
+    /// A bell that nobody has rung.
+    pub fn new() -> Self {
+        Self(Arc::new(watch::Sender::new(0)))
+    }
+
+    /// Wakes all that listen.
+    pub fn ring(&self) {
+        self.0.send_modify(|count| *count = count.wrapping_add(1));
+    }
+
+    /// Listens from now on.
+    pub fn listen(&self) -> watch::Receiver<u64> {
+        self.0.subscribe()
+    }
+}
+
+impl Default for Bell {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Counts the holds on one segment.
+#[derive(Debug, Clone)]
+pub struct Holds {
+    token: Arc<()>,
+    bell: Bell,
+}
+
+/// A share in a segment. Its drop rings the bell.
+#[derive(Debug)]
+pub struct Hold {
+    token: Option<Arc<()>>,
+    bell: Bell,
+}
+
+impl Holds {
+    /// No holds yet.
+    pub fn new(bell: &Bell) -> Self {
+        Self { token: Arc::new(()), bell: bell.clone() }
+    }
+
+    /// One more.
+    pub fn hold(&self) -> Hold {
+        Hold { token: Some(self.token.clone()), bell: self.bell.clone() }
+    }
+
+    /// Returns whether there is any.
+    pub fn any(&self) -> bool {
+        Arc::strong_count(&self.token) > 1
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // The share goes first, so that whoever wakes up sees it gone.
+        self.token = None;
+        self.bell.ring();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_drop_frees_and_each_rings() {
+        let bell = Bell::new();
+        let (holds, mut heard) = (Holds::new(&bell), bell.listen());
+        let (one, two) = (holds.hold(), holds.hold());
+        assert!(holds.any());
+        drop(one);
+        assert!(holds.any() && heard.has_changed().unwrap());
+        heard.mark_unchanged();
+        drop(two);
+        assert!(!holds.any() && heard.has_changed().unwrap());
+    }
+}

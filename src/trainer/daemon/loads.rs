@@ -1,0 +1,354 @@
+//! Loads: which step a rank gets, from where, and which of its extents were verified on this host.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::fs::MemfdFlags;
+
+use super::StagingDaemon;
+use super::assemble::{Assembled, parts_of};
+use super::core::{LoadAnswer, StepKey};
+use super::fetch::Fetched;
+use super::hold::Hold;
+use crate::format::table::Table;
+use crate::id::{Job, LaunchId, MemberId, SaveId, Step};
+use crate::kind::Kind;
+use crate::trainer::protocol::{
+    Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Resumed,
+};
+
+/// Loads that one connection may have open.
+const MAX_TICKETS: usize = 16;
+/// Loads of launches of which verified extents are remembered.
+const MAX_VERIFIED: usize = 64;
+/// Between two questions while the cluster does not say what is committed.
+const ASK_AGAIN: Duration = Duration::from_millis(500);
+
+/// What a load reads, held until it is released.
+pub enum Source {
+    /// Segments.
+    Memory { step: Arc<Assembled>, _holds: Vec<Hold> },
+    /// Files that were read from the cluster.
+    Cluster { fetched: Arc<Fetched> },
+}
+
+/// Names a load of a launch: its ranks share what they have verified.
+pub type LoadKey = (Job, LaunchId, u32);
+
+struct Ticket {
+    source: Source,
+    of: Option<LoadKey>,
+}
+
+/// The loads of one connection.
+#[derive(Default)]
+pub struct Tickets {
+    next: u64,
+    open: BTreeMap<u64, Ticket>,
+}
+
+impl Source {
+    fn table(&self) -> &Table {
+        match self {
+            Source::Memory { step, .. } => &step.table,
+            Source::Cluster { fetched } => &fetched.table,
+        }
+    }
+
+    fn parts(&self) -> Vec<Part> {
+        match self {
+            Source::Memory { step, .. } => parts_of(&step.parts),
+            Source::Cluster { fetched } => fetched.files.iter().map(|(_, part)| *part).collect(),
+        }
+    }
+}
+
+/// Where a step is to be loaded from.
+enum Found {
+    InMemory(StepKey),
+    InCluster(Step, SaveId),
+    Nothing,
+}
+
+type Replied = Result<(Answer, Vec<OwnedFd>), Failure>;
+
+fn pending(what: String, (done_bytes, total_bytes): (u64, u64)) -> Replied {
+    Ok((Answer::Pending(Pending { what, done_bytes, total_bytes }), Vec::new()))
+}
+
+impl StagingDaemon {
+    /// Finds the step of a load and gets it ready. The answer may be that it is not yet.
+    pub(super) async fn load(
+        self: &Arc<Self>,
+        member: MemberId,
+        load: &Load,
+        tickets: &mut Tickets,
+    ) -> Replied {
+        if tickets.open.len() >= MAX_TICKETS {
+            let message = format!("this process has {MAX_TICKETS} loads open");
+            return Err(Failure::new(Kind::Busy, message, "release one first"));
+        }
+        let until = self.clock.now() + Duration::from_millis(load.limit_ms.into());
+        let committed = match self.committed_saves(&load.job).await {
+            Ok(committed) => Some(committed),
+            Err(_) if load.offline => None,
+            Err(failure) if failure.kind().is_transient() => {
+                self.clock.sleep(ASK_AGAIN.min(until.saturating_sub(self.clock.now()))).await;
+                return pending(failure.message, (0, 0));
+            }
+            Err(failure) => return Err(failure),
+        };
+        let newest = committed.as_ref().and_then(|saves| saves.last()).map(|(step, _)| *step);
+        let (step, source) = match self.find(load, committed.as_deref())? {
+            Found::Nothing => return Ok((Answer::Nothing, Vec::new())),
+            Found::InMemory(key) => match self.hashed_step(&key).await? {
+                Some(assembled) => {
+                    let holds = self.with(|core| core.hold_step(&key)).unwrap_or_default();
+                    let _holds = holds.into_iter().map(|(_, hold, _)| hold).collect();
+                    (key.step, Source::Memory { step: assembled, _holds })
+                }
+                None => return pending(format!("step {} went away", key.step), (0, 0)),
+            },
+            Found::InCluster(step, save) => {
+                let fetch = self.fetch(&load.job, step, save).await?;
+                let mut heard = self.bell.listen();
+                loop {
+                    if let Some(end) = fetch.end() {
+                        break (step, Source::Cluster { fetched: end? });
+                    }
+                    let now = self.clock.now();
+                    if now >= until {
+                        let what = format!("step {step} is being read from the cluster");
+                        return pending(what, fetch.progress());
+                    }
+                    self.wait_for_bell(&mut heard, until - now).await;
+                }
+            }
+        };
+        self.remember(member, load, step, newest);
+        self.open_ticket(load, step, newest, source, tickets)
+    }
+
+    fn open_ticket(
+        &self,
+        load: &Load,
+        step: Step,
+        newest_committed: Option<Step>,
+        source: Source,
+        tickets: &mut Tickets,
+    ) -> Replied {
+        let failed = |error: &dyn std::fmt::Display| {
+            Failure::new(Kind::Io, format!("the table of step {step}: {error}"), "")
+        };
+        let bytes = source.table().to_bytes().map_err(|error| failed(&error))?;
+        let descriptor = memory_file(&bytes).map_err(|error| failed(&error))?;
+        let of = load.launch.map(|(launch, number)| (load.job.clone(), launch, number));
+        let verified = of.as_ref().and_then(|of| self.verified().get(of).cloned());
+        let parts = source.parts().len() as u32;
+        let (kind, world) = match source {
+            Source::Memory { .. } => (LoadSource::Memory, parts),
+            Source::Cluster { .. } => (LoadSource::Cluster, 0),
+        };
+        tickets.next += 1;
+        let loadable = Loadable {
+            ticket: tickets.next,
+            step,
+            table_bytes: bytes.len() as u64,
+            parts,
+            source: kind,
+            verified: verified.unwrap_or_default(),
+            newest_committed,
+            world,
+        };
+        tickets.open.insert(tickets.next, Ticket { source, of });
+        Ok((Answer::Loadable(loadable), vec![descriptor]))
+    }
+
+    /// The committed steps of a job with their saves, ascending, without those that are abandoned.
+    pub(super) async fn committed_saves(
+        self: &Arc<Self>,
+        job: &Job,
+    ) -> Result<Vec<(Step, SaveId)>, Failure> {
+        let steps = self.client.list(Some(job)).await.map_err(|error| {
+            let message = format!("the cluster does not say which steps are committed: {error}");
+            Failure::new(error.kind(), message, error.hint().unwrap_or_default())
+        })?;
+        let mut saves: Vec<(Step, SaveId)> =
+            steps.into_iter().map(|view| (view.step, view.saved.save)).collect();
+        self.with(|core| {
+            if let Some(state) = core.job(job) {
+                saves.retain(|save| !state.abandoned.contains(save));
+            }
+        });
+        saves.sort_unstable();
+        Ok(saves)
+    }
+
+    /// The step of a load. All ranks of a launch get one answer to their n-th load. What is in memory counts as committed only when the
+    /// cluster has that very save; otherwise somebody has removed or replaced it.
+    fn find(
+        self: &Arc<Self>,
+        load: &Load,
+        committed: Option<&[(Step, SaveId)]>,
+    ) -> Result<Found, Failure> {
+        let of = |step: Step| {
+            committed.and_then(|saves| {
+                saves.binary_search_by_key(&step, |save| save.0).ok().and_then(|at| saves.get(at))
+            })
+        };
+        let answered = load.launch.and_then(|(launch, number)| {
+            self.with(|core| {
+                let loads = &core.job(&load.job)?.loads;
+                loads.iter().find(|a| (a.launch, a.number) == (launch, number)).map(|a| a.step)
+            })
+        });
+        if let (Some(answered), Some(asked)) = (answered, load.step)
+            && answered != asked
+        {
+            let message =
+                format!("this rank loads step {asked}, another rank of its launch step {answered}");
+            return Err(Failure::new(Kind::Invalid, message, "all ranks must load the same step"));
+        }
+        let wanted = load.step.or(answered);
+        if committed.is_some() {
+            self.with(|core| core.drop_replaced(&load.job, &|step| of(step).map(|save| save.1)));
+        }
+        let in_memory = self.with(|core| match wanted {
+            Some(step) => core.complete_step(&load.job, step),
+            None => core.resume_point(&load.job),
+        });
+        let newest = committed.and_then(|saves| saves.last().copied());
+        Ok(match (wanted, in_memory, newest) {
+            (None, Some(key), Some((step, save))) if step > key.step => {
+                let newer = self.with(|core| core.complete_step(&load.job, step));
+                newer.map_or(Found::InCluster(step, save), Found::InMemory)
+            }
+            (_, Some(key), _) => Found::InMemory(key),
+            (None, None, Some((step, save))) => Found::InCluster(step, save),
+            (None, None, None) => Found::Nothing,
+            (Some(step), None, _) => match of(step) {
+                Some((step, save)) => Found::InCluster(*step, *save),
+                None => {
+                    let message = format!(
+                        "{}/{step} is not committed, and not in this host's memory",
+                        load.job
+                    );
+                    let hint = "`rapidraid ls` shows what is committed";
+                    return Err(Failure::new(Kind::NotFound, message, hint));
+                }
+            },
+        })
+    }
+
+    /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there.
+    fn remember(
+        self: &Arc<Self>,
+        member: MemberId,
+        load: &Load,
+        step: Step,
+        newest_seen: Option<Step>,
+    ) {
+        let Some((launch, number)) = load.launch else { return };
+        self.with(|core| {
+            core.answer_load(&load.job, LoadAnswer { launch, number, step });
+            if let Some(place) = core.place(member).cloned() {
+                let resumed = Resumed { loaded: Some(step), newest_seen, abandon_later: false };
+                core.loaded(&place, resumed);
+            }
+        });
+    }
+
+    /// Descriptors for the parts of a load, from `first` on.
+    pub(super) fn open_parts(&self, tickets: &Tickets, ticket: u64, first: u32) -> Replied {
+        let source = &tickets.open.get(&ticket).ok_or_else(no_ticket)?.source;
+        let (mut parts, mut descriptors) = (Vec::new(), Vec::new());
+        let all = source.parts();
+        for (at, part) in all.into_iter().enumerate().skip(first as usize).take(MAX_DESCRIPTORS) {
+            let file = match source {
+                Source::Memory { step, .. } => {
+                    let segment = step.parts.get(at).ok_or_else(no_ticket)?.segment;
+                    let file = self.folder.open_segment(segment);
+                    file.map_err(|error| Failure::new(error.kind(), error.to_string(), ""))?
+                }
+                Source::Cluster { fetched } => {
+                    open(&fetched.files.get(at).ok_or_else(no_ticket)?.0)?
+                }
+            };
+            parts.push(part);
+            descriptors.push(file.into());
+        }
+        Ok((Answer::Parts { parts }, descriptors))
+    }
+
+    /// Remembers for the other ranks of a launch which extents of a load were verified.
+    pub(super) fn set_verified(
+        &self,
+        tickets: &Tickets,
+        ticket: u64,
+        extents: &[u32],
+    ) -> Result<(), Failure> {
+        let Ticket { source, of } = tickets.open.get(&ticket).ok_or_else(no_ticket)?;
+        let Some(of) = of else { return Ok(()) };
+        let count = source.table().extents().len();
+        let mut verified = self.verified();
+        while verified.len() >= MAX_VERIFIED && !verified.contains_key(of) {
+            verified.pop_first();
+        }
+        let bits = verified.entry(of.clone()).or_default();
+        bits.resize(count.div_ceil(8), 0);
+        for &extent in extents.iter().filter(|extent| (**extent as usize) < count) {
+            if let Some(byte) = bits.get_mut(extent as usize / 8) {
+                *byte |= 1 << (extent % 8);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a load.
+    pub(super) fn release(&self, tickets: &mut Tickets, ticket: u64) {
+        tickets.open.remove(&ticket);
+    }
+
+    /// An extent of a load does not have its hash: the step in memory is given up. Once it is committed it is loaded from the cluster.
+    pub(super) fn set_corrupt(
+        self: &Arc<Self>,
+        tickets: &mut Tickets,
+        ticket: u64,
+        name: &str,
+    ) -> Result<(), Failure> {
+        let Ticket { source, of } = tickets.open.remove(&ticket).ok_or_else(no_ticket)?;
+        if let Some(of) = of {
+            self.verified().remove(&of);
+        }
+        if let Source::Memory { step, .. } = &source {
+            let fill = step.parts.first().map(|part| part.fill);
+            tracing::error!(
+                "{name} is damaged in memory: the step is not loaded from there any more"
+            );
+            drop(source);
+            self.with(|core| core.give_up_memory(fill, name));
+        }
+        Ok(())
+    }
+}
+
+fn no_ticket() -> Failure {
+    Failure::new(Kind::Invalid, "this load is not open any more", "load once more")
+}
+
+#[allow(clippy::disallowed_methods)] // shared memory lies outside any store
+fn open(path: &std::path::Path) -> Result<File, Failure> {
+    File::open(path)
+        .map_err(|error| Failure::new(Kind::Io, format!("{}: {error}", path.display()), ""))
+}
+
+/// Bytes in a file without a name, for a process to read.
+fn memory_file(bytes: &[u8]) -> std::io::Result<OwnedFd> {
+    let mut file = File::from(rustix::fs::memfd_create("rapidraid-table", MemfdFlags::CLOEXEC)?);
+    file.write_all(bytes)?;
+    Ok(file.into())
+}

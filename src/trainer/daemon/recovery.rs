@@ -1,0 +1,100 @@
+//! What a daemon finds when it starts: segments, steps and jobs of the daemon before it (docs/staging.md, 8).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::StagingDaemon;
+use super::core::{Effect, Phase, RestoredStep, StepKey};
+use super::folder::FolderError;
+use super::records::{OwnerRecord, SaveState};
+use crate::id::{Job, SaveId, SegmentId, Step};
+use crate::trainer::mapping::Readable;
+use crate::trainer::segment::read_header;
+
+/// Between two tries to remove an abandoned step.
+const REMOVE_AGAIN: Duration = Duration::from_secs(5);
+
+impl StagingDaemon {
+    /// Takes up what is there. Steps that all ranks had staged go on; what was being filled is dropped.
+    pub(super) fn recover(self: &Arc<Self>) -> Result<(), FolderError> {
+        let (jobs, steps) = (self.folder.jobs()?, self.folder.steps()?);
+        let segments: BTreeMap<SegmentId, OwnerRecord> =
+            self.folder.segments()?.into_iter().collect();
+        let mut headers: BTreeMap<StepKey, BTreeMap<u32, SegmentId>> = BTreeMap::new();
+        for (id, owner) in &segments {
+            let header = self
+                .folder
+                .open_segment(*id)
+                .ok()
+                .and_then(|file| Readable::map(&file, owner.len_bytes).ok())
+                .and_then(|map| read_header(*id, &map).ok());
+            let Some(header) = header else { continue };
+            let place = &owner.place;
+            if (header.launch, header.rank, header.world) == (place.launch, place.rank, place.world)
+            {
+                let (job, step) = (place.job.clone(), header.step);
+                let key = StepKey { job, step, launch: header.launch, fill: header.fill };
+                headers.entry(key).or_default().insert(header.rank, *id);
+            }
+        }
+        self.with(|core| {
+            for job in jobs {
+                core.restore_job(job);
+            }
+            for (id, owner) in &segments {
+                core.add_segment(*id, owner.member, &owner.place, owner.len_bytes);
+            }
+            let mut found = 0;
+            for record in steps {
+                let key = record.key();
+                let staged = headers.remove(&key).unwrap_or_default();
+                let is_whole = record.segments.iter().all(|id| staged.values().any(|at| at == id));
+                let phase = match record.save {
+                    SaveState::Unsaved => Phase::Staged,
+                    SaveState::Begun { saves } => Phase::Saving { saves },
+                    SaveState::Committed { save } => Phase::Committed { save, notes: Vec::new() },
+                };
+                if !is_whole || staged.len() != record.segments.len() {
+                    tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again: the step is not in memory any more");
+                    self.folder.forget_step(&key);
+                    continue;
+                }
+                found += 1;
+                core.restore_step(key, RestoredStep { parts: staged, phase });
+            }
+            for (key, parts) in headers {
+                let first = parts.values().next().and_then(|id| segments.get(id));
+                let is_whole = first.is_some_and(|owner| owner.place.world == parts.len() as u32);
+                if is_whole && core.may_restore(&key) {
+                    found += 1;
+                    core.restore_step(key.clone(), RestoredStep { parts, phase: Phase::Staged });
+                    core.effects.push(Effect::KeepStep(key));
+                }
+            }
+            if found > 0 {
+                tracing::info!(steps = found, segments = segments.len(), "found in the staging folder");
+            }
+        });
+        for (job, saves) in self.with(|core| core.abandoned()) {
+            tokio::spawn(self.clone().remove_abandoned(job, saves));
+        }
+        Ok(())
+    }
+
+    /// Removes what a daemon before this one was removing, however often that has to be tried.
+    async fn remove_abandoned(self: Arc<Self>, job: Job, mut saves: Vec<(Step, SaveId)>) {
+        while let Some((step, save)) = saves.last().copied() {
+            match self.remove_save(&job, step, save).await {
+                Ok(()) => {
+                    saves.pop();
+                    self.with(|core| core.set_abandoned(&job, saves.clone()));
+                }
+                Err(error) => {
+                    tracing::warn!(%job, %step, %error, "an abandoned step is not removed yet");
+                    self.clock.sleep(REMOVE_AGAIN).await;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,511 @@
+//! Serves trainers: one task for each connection, one request at a time on each.
+
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener as StdListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::net::unix::pipe;
+use tokio::net::{UnixListener, UnixStream};
+
+use super::core::FillOutcome;
+use super::loads::Tickets;
+use super::records::OwnerRecord;
+use super::{StagingDaemon, StartError};
+use crate::clock::deadline;
+use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
+use crate::kind::Kind;
+use crate::trainer::frames::{Frame, Incoming, Outgoing};
+use crate::trainer::protocol::{
+    Answer, Failure, Hello, HelloAnswer, OLDEST, Pending, Place, Prepare, Request, Status,
+    StepInfo, VERSION, parse, to_bytes,
+};
+
+/// Connections at once; more are closed at once.
+const MAX_CONNECTIONS: usize = 256;
+/// How long a new connection may take to say who it is, and a trainer to take an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// An answer is held back no longer than this, whatever the request says.
+const MAX_HELD_BACK: Duration = Duration::from_secs(10);
+
+/// Between two looks at memory that processes may have let go: nothing tells when they do.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
+
+type Replied = Result<(Answer, Vec<OwnedFd>), Failure>;
+
+fn plain(answer: Answer) -> Replied {
+    Ok((answer, Vec::new()))
+}
+
+/// One connection.
+struct Connection {
+    socket: UnixStream,
+    incoming: Incoming,
+}
+
+impl Connection {
+    /// The next frame; `None` at the end of the stream.
+    async fn receive(&mut self) -> std::io::Result<Option<Frame>> {
+        loop {
+            if let Some(frame) = self.incoming.frame().map_err(std::io::Error::other)? {
+                return Ok(Some(frame));
+            }
+            self.socket.readable().await?;
+            let receive = || self.incoming.receive(self.socket.as_fd());
+            match self.socket.try_io(Interest::READABLE, receive) {
+                Ok(0) => return Ok(None),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    async fn send(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> std::io::Result<()> {
+        let mut out = Outgoing::new(message, descriptors).map_err(std::io::Error::other)?;
+        loop {
+            self.socket.writable().await?;
+            match self.socket.try_io(Interest::WRITABLE, || out.send(self.socket.as_fd())) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// What a connection is for.
+struct Peer {
+    member: MemberId,
+    /// The process; taken when it joins a launch, and watched from then on.
+    process: Option<OwnedFd>,
+    tickets: Tickets,
+}
+
+impl StagingDaemon {
+    /// Makes the socket.
+    pub(super) fn listen(&self) -> Result<UnixListener, StartError> {
+        use std::os::fd::AsRawFd;
+        let failed = |source| StartError::Socket { dir: self.settings.dir.clone(), source };
+        self.folder.new_socket()?;
+        // The path over the open folder is short enough for a socket's name, however long the folder's is.
+        let folder = rustix::fs::open(
+            self.folder.path(),
+            rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC,
+            rustix::fs::Mode::empty(),
+        );
+        let folder = folder.map_err(|error| failed(error.into()))?;
+        let path =
+            format!("/proc/self/fd/{}/{}", folder.as_raw_fd(), crate::trainer::session::SOCKET);
+        let listener = StdListener::bind(path).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        UnixListener::from_std(listener).map_err(failed)
+    }
+
+    pub(super) async fn serve(self: Arc<Self>, listener: UnixListener) {
+        loop {
+            let socket = match listener.accept().await {
+                Ok((socket, _)) => socket,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection was not accepted");
+                    self.clock.sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            if *self.connections.borrow() >= MAX_CONNECTIONS {
+                tracing::warn!("{MAX_CONNECTIONS} connections are open: one more is closed");
+                continue;
+            }
+            self.connections.send_modify(|count| *count += 1);
+            let daemon = self.clone();
+            tokio::spawn(async move {
+                if let Err(error) = daemon.clone().serve_one(socket).await {
+                    tracing::debug!(%error, "a connection ended");
+                }
+                daemon.account_fetches();
+                daemon.connections.send_modify(|count| *count -= 1);
+            });
+        }
+    }
+
+    async fn serve_one(self: Arc<Self>, socket: UnixStream) -> std::io::Result<()> {
+        let peer_user = rustix::net::sockopt::socket_peercred(socket.as_fd())?.uid;
+        let mut connection = Connection { socket, incoming: Incoming::default() };
+        let clock = self.clock.clone();
+        let first = deadline(&*clock, PATIENCE, connection.receive()).await;
+        let Some(mut frame) = first.map_err(std::io::Error::other)?? else { return Ok(()) };
+        let hello: Hello = parse(&frame.bytes).map_err(std::io::Error::other)?;
+        let process = frame.descriptors.pop_front();
+        let refused = self.refusal(&hello, peer_user, process.is_some());
+        let version = hello.newest.min(VERSION);
+        let is_spoken = version >= hello.oldest.max(OLDEST);
+        let answer = HelloAnswer {
+            version: if is_spoken { version } else { 0 },
+            instance: self.folder.instance(),
+            cluster: self.settings.cluster,
+            pid: std::process::id(),
+            refused: refused.clone().unwrap_or_default(),
+        };
+        let bytes = to_bytes(&answer).map_err(std::io::Error::other)?;
+        connection.send(&bytes, Vec::new()).await?;
+        if refused.is_some() || !is_spoken {
+            return Ok(());
+        }
+        let mut peer = Peer { member: hello.member, process, tickets: Tickets::default() };
+        while let Some(frame) = connection.receive().await? {
+            let request: Request = parse(&frame.bytes).map_err(std::io::Error::other)?;
+            let (answer, descriptors) = match self.reply(&mut peer, request).await {
+                Ok(answered) => answered,
+                Err(failure) => (Answer::Failed(failure), Vec::new()),
+            };
+            let bytes = to_bytes(&answer).map_err(std::io::Error::other)?;
+            let sent = deadline(&*clock, PATIENCE, connection.send(&bytes, descriptors)).await;
+            sent.map_err(std::io::Error::other)??;
+        }
+        Ok(())
+    }
+
+    fn refusal(
+        &self,
+        hello: &Hello,
+        user: rustix::process::Uid,
+        has_process: bool,
+    ) -> Option<String> {
+        let own = rustix::process::geteuid();
+        if user != own {
+            return Some(format!("it serves user {}, not user {}", own.as_raw(), user.as_raw()));
+        }
+        if !has_process {
+            return Some("no descriptor of the process came with the greeting".into());
+        }
+        // The hashes are compared, so that how long it takes says nothing about the token.
+        let is_same = blake3::hash(&hello.token) == blake3::hash(&self.settings.token);
+        if !self.settings.token.is_empty() && !is_same {
+            return Some("the token is not the one of staging.token".into());
+        }
+        None
+    }
+
+    async fn reply(self: &Arc<Self>, peer: &mut Peer, request: Request) -> Replied {
+        match request {
+            Request::Prepare(prepare) => self.prepare(peer, &prepare).await,
+            Request::Attach(place) => {
+                let segments = self.with(|core| core.attach(peer.member, &place))?;
+                self.watch(peer);
+                plain(Answer::Attached { segments })
+            }
+            Request::Fill { step, limit_ms } => self.fill(peer.member, step, limit_ms).await,
+            Request::Staged { step, segment, fill, samples } => {
+                self.with(|core| core.staged(peer.member, step, segment, fill, samples))?;
+                plain(Answer::Done)
+            }
+            Request::GiveUp { step, fill, why } => {
+                self.with(|core| core.give_up(peer.member, step, fill, &why))?;
+                plain(Answer::Done)
+            }
+            Request::Wait { step, limit_ms } => self.wait(peer.member, step, limit_ms).await,
+            Request::Notices => {
+                plain(Answer::Notices(self.with(|core| core.take_notices(peer.member))))
+            }
+            Request::Load(load) => self.load(peer.member, &load, &mut peer.tickets).await,
+            Request::Open { ticket, first } => self.open_parts(&peer.tickets, ticket, first),
+            Request::Verified { ticket, extents } => {
+                self.set_verified(&peer.tickets, ticket, &extents)?;
+                plain(Answer::Done)
+            }
+            Request::Corrupt { ticket, name } => {
+                self.set_corrupt(&mut peer.tickets, ticket, &name)?;
+                self.account_fetches();
+                plain(Answer::Done)
+            }
+            Request::Release { ticket } => {
+                self.release(&mut peer.tickets, ticket);
+                self.account_fetches();
+                plain(Answer::Done)
+            }
+            Request::Steps { job } => self.steps(&job).await,
+            Request::Remove { job, step } => self.remove(&job, step).await,
+            Request::Status => plain(Answer::Status(self.status())),
+            Request::Free { job, with_unsaved } => {
+                let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
+                let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
+                plain(Answer::Freed { bytes })
+            }
+        }
+    }
+
+    /// Makes segments, when there is room for them, and watches the process from now on.
+    async fn prepare(self: &Arc<Self>, peer: &mut Peer, prepare: &Prepare) -> Replied {
+        let limit = Duration::from_millis(prepare.limit_ms.into()).min(MAX_HELD_BACK);
+        let until = self.clock.now() + limit;
+        let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
+        let mut new_id = || SegmentId(self.entropy.id());
+        let member = peer.member;
+        // What ranks of an older launch have written counts before the launch is over.
+        self.accept_headers(None);
+        let mut heard = self.bell.listen();
+        let segments = loop {
+            let made = self.with(|core| core.prepare(member, prepare, &is_unmapped, &mut new_id));
+            match made {
+                Ok(segments) => break segments,
+                Err(failure) if failure.kind() == Kind::Busy => {
+                    // A launch that was before this one may still be letting its memory go.
+                    let now = self.clock.now();
+                    if now >= until {
+                        if !self.with(|core| core.may_get_room(&prepare.place)) {
+                            return Err(failure);
+                        }
+                        let what = failure.message;
+                        return plain(Answer::Pending(Pending {
+                            what,
+                            done_bytes: 0,
+                            total_bytes: 0,
+                        }));
+                    }
+                    self.wait_for_bell(&mut heard, (until - now).min(LOOK_AGAIN)).await;
+                }
+                Err(failure) => return Err(failure),
+            }
+        };
+        self.watch(peer);
+        let mut descriptors = Vec::with_capacity(segments.len());
+        for &id in &segments {
+            descriptors.push(self.make_segment(
+                member,
+                &prepare.place,
+                id,
+                prepare.segment_bytes,
+            )?);
+        }
+        Ok((Answer::Prepared { segments }, descriptors))
+    }
+
+    fn make_segment(
+        &self,
+        member: MemberId,
+        place: &Place,
+        id: SegmentId,
+        len_bytes: u64,
+    ) -> Result<OwnedFd, Failure> {
+        let owner = OwnerRecord { member, place: place.clone(), len_bytes };
+        self.folder.make_segment(id, &owner).map_err(|error| {
+            Failure::new(
+                error.kind(),
+                error.to_string(),
+                "look at the staging folder: space, permissions",
+            )
+        })
+    }
+
+    /// From now on the end of the process is seen at once.
+    fn watch(self: &Arc<Self>, peer: &mut Peer) {
+        let Some(process) = peer.process.take() else { return };
+        let (daemon, member) = (self.clone(), peer.member);
+        tokio::spawn(async move {
+            // A descriptor of a process becomes readable when it ends. Nothing is read from it: the type of a pipe's end is taken because
+            // it is the one through which tokio waits for any descriptor without unsafe code.
+            let ended = match pipe::Receiver::from_owned_fd_unchecked(process) {
+                Ok(process) => process.readable().await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = ended {
+                return tracing::error!(%error, "the end of a trainer will not be seen");
+            }
+            tracing::debug!(%member, "a trainer is gone");
+            // Its last word may be in a header, and not yet read from its connection.
+            daemon.accept_headers(Some(member));
+            daemon.with(|core| core.gone(member));
+            daemon.bell.ring();
+        });
+    }
+
+    async fn fill(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {
+        let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
+        let until = self.clock.now() + limit;
+        let mut heard = self.bell.listen();
+        loop {
+            let now = self.clock.now();
+            let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
+            let mut new_fill = || FillId(self.entropy.id());
+            let outcome =
+                self.with(|core| core.fill(member, step, now, &is_unmapped, &mut new_fill))?;
+            match outcome {
+                FillOutcome::Segment(segment, fill) => {
+                    return plain(Answer::Fill { segment, fill });
+                }
+                FillOutcome::Unchecked => self.check_resumed(member).await?,
+                FillOutcome::Grow { len_bytes } => {
+                    let id = SegmentId(self.entropy.id());
+                    let place = self.with(|core| core.place(member).cloned());
+                    let Some(place) = place else { continue };
+                    let descriptor = self.make_segment(member, &place, id, len_bytes)?;
+                    self.with(|core| core.grow(member, id, len_bytes));
+                    return Ok((Answer::Prepared { segments: vec![id] }, vec![descriptor]));
+                }
+                FillOutcome::Full(what) => {
+                    if now >= until {
+                        return plain(Answer::Pending(Pending {
+                            what,
+                            done_bytes: 0,
+                            total_bytes: 0,
+                        }));
+                    }
+                    self.wait_for_bell(&mut heard, until - now).await;
+                }
+            }
+        }
+    }
+
+    /// Compares what a launch resumed from with what is committed. Steps in between are removed, if that was asked for.
+    async fn check_resumed(self: &Arc<Self>, member: MemberId) -> Result<(), Failure> {
+        let Some((place, resumed)) = self.with(|core| core.unchecked(member)) else {
+            return Ok(());
+        };
+        let queue = self.queue_of(&place.job);
+        let _turn = queue.lock().await;
+        if self.with(|core| core.unchecked(member)).is_none() {
+            return Ok(());
+        }
+        let committed = self.committed_saves(&place.job).await?;
+        let newest = committed.last().map(|(step, _)| *step);
+        // A launch that has not looked, because it loaded nothing or the cluster was away, is told by the first look.
+        let seen = resumed.newest_seen.or(newest);
+        let is_between = |step: Step| {
+            resumed.loaded.is_none_or(|loaded| step > loaded)
+                && seen.is_some_and(|seen| step <= seen)
+        };
+        let between: Vec<(Step, SaveId)> =
+            committed.iter().copied().filter(|(step, _)| is_between(*step)).collect();
+        let in_memory =
+            self.with(|core| core.later_in_memory(&place.job, resumed.loaded, place.launch));
+        let mut later: Vec<Step> = between.iter().map(|(step, _)| *step).chain(in_memory).collect();
+        later.sort_unstable();
+        later.dedup();
+        if let (Some(first), Some(last)) = (later.first(), later.last()) {
+            if !resumed.abandon_later {
+                let loaded =
+                    resumed.loaded.map_or("nothing".to_owned(), |step| format!("step {step}"));
+                let message = format!(
+                    "{} was resumed from {loaded}, but later steps are there: {} from {first} to {last}",
+                    place.job,
+                    later.len()
+                );
+                let hint =
+                    "load the newest step, or pass abandon_later=True to remove the later ones";
+                return Err(Failure::new(Kind::Exists, message, hint));
+            }
+            self.abandon(&place, resumed.loaded, between).await?;
+        }
+        let kept = committed
+            .into_iter()
+            .map(|(step, _)| step)
+            .filter(|step| !is_between(*step) && seen.is_some_and(|seen| *step <= seen));
+        self.with(|core| core.checked(&place, kept.collect(), seen));
+        Ok(())
+    }
+
+    /// Gives up what is later than the step that a launch was resumed from: first in memory, then in the cluster, the newest first. What is
+    /// to be removed is kept until it is, so that nothing resumes from it after a crash.
+    async fn abandon(
+        self: &Arc<Self>,
+        place: &Place,
+        loaded: Option<Step>,
+        mut saves: Vec<(Step, SaveId)>,
+    ) -> Result<(), Failure> {
+        let job = &place.job;
+        let failed = |step: Step, error: &crate::client::ClientError| {
+            let message = format!("abandoning step {step} of {job}: {error}");
+            Failure::new(error.kind(), message, error.hint().unwrap_or_default())
+        };
+        let under_way = self.with(|core| core.saves_under_way(job, loaded, place.launch));
+        self.with(|core| {
+            core.set_abandoned(job, saves.clone());
+            core.abandon(job, loaded, place.launch);
+        });
+        for (key, ids) in under_way {
+            let committed =
+                self.settle(&key, &ids).await.map_err(|error| failed(key.step, &error))?;
+            saves.extend(committed.map(|save| (key.step, save)));
+        }
+        saves.sort_unstable();
+        self.with(|core| core.set_abandoned(job, saves.clone()));
+        while let Some((step, save)) = saves.pop() {
+            self.remove_save(job, step, save).await.map_err(|error| failed(step, &error))?;
+            self.with(|core| core.set_abandoned(job, saves.clone()));
+        }
+        Ok(())
+    }
+
+    /// Removes a committed step if it is this save.
+    pub(super) async fn remove_save(
+        &self,
+        job: &Job,
+        step: Step,
+        save: SaveId,
+    ) -> Result<(), crate::client::ClientError> {
+        let views = self.client.list(Some(job)).await?;
+        if views.iter().any(|view| view.step == step && view.saved.save == save) {
+            self.client.remove(job, step).await?;
+        }
+        Ok(())
+    }
+
+    async fn wait(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {
+        let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
+        let until = self.clock.now() + limit;
+        let mut heard = self.bell.listen();
+        loop {
+            if let Some((save, notes)) = self.with(|core| core.outcome(member, step))? {
+                return plain(Answer::Committed { save, notes });
+            }
+            let now = self.clock.now();
+            if now >= until {
+                let key = self.with(|core| {
+                    let place = core.place(member)?;
+                    core.key_of(&place.job, step, place.launch)
+                });
+                let what = key.as_ref().map(|key| self.with(|core| core.progress_of(key)));
+                let (done_bytes, total_bytes) = key.map_or((0, 0), |key| self.progress_bytes(&key));
+                let what = what.unwrap_or_default();
+                return plain(Answer::Pending(Pending { what, done_bytes, total_bytes }));
+            }
+            self.wait_for_bell(&mut heard, until - now).await;
+        }
+    }
+
+    async fn steps(self: &Arc<Self>, job: &Job) -> Replied {
+        let views = self.client.list(Some(job)).await.map_err(|error| {
+            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
+        })?;
+        let steps = views
+            .into_iter()
+            .map(|view| StepInfo {
+                step: view.step,
+                is_committed: true,
+                is_in_memory: self.with(|core| core.complete_step(job, view.step).is_some()),
+                len_bytes: view.saved.len_bytes,
+            })
+            .collect();
+        plain(Answer::Steps(steps))
+    }
+
+    async fn remove(self: &Arc<Self>, job: &Job, step: Step) -> Replied {
+        self.client.remove(job, step).await.map_err(|error| {
+            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
+        })?;
+        plain(Answer::Done)
+    }
+
+    /// What the daemon holds.
+    fn status(self: &Arc<Self>) -> Status {
+        self.with(|core| Status {
+            instance: self.folder.instance(),
+            memory_bytes: core.limit_bytes(),
+            used_bytes: core.used_bytes(),
+            jobs: core.status(),
+        })
+    }
+}

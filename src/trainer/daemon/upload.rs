@@ -1,0 +1,366 @@
+//! Saves a step that all ranks have staged: checks it, hashes it, sends it, looks at it once more, commits it.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+
+use super::StagingDaemon;
+use super::assemble::{self, Assembled, MAX_SHARD_STRIPES, cut, find_changed};
+use super::core::{Phase, StepKey};
+use super::records::{SaveState, StepRecord};
+use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
+use crate::format::table::Table;
+use crate::id::{IdError, LaunchId, SaveId, ShardName};
+use crate::kind::Kind;
+use crate::trainer::protocol::{Failure, Sample};
+
+/// The first pause after a save that failed, and the longest one.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
+
+/// The name of data shard `number` of a launch's step.
+pub fn data_name(launch: LaunchId, number: usize) -> Result<ShardName, IdError> {
+    format!("data/{launch}/{number}").parse()
+}
+
+/// The name of the index of a launch's step.
+pub fn index_name(launch: LaunchId) -> Result<ShardName, IdError> {
+    format!("index/{launch}").parse()
+}
+
+/// The launch that a shard's name carries.
+pub fn launch_of(name: &ShardName) -> Option<LaunchId> {
+    name.as_str().strip_prefix("index/")?.parse().ok()
+}
+
+/// Whose save is committed as a step.
+enum Committed {
+    /// The step's own launch's.
+    Own(SaveId),
+    /// An older launch's, which may be replaced.
+    Replaceable,
+    /// Somebody else's.
+    Other,
+    /// None is, or nobody says.
+    Unknown,
+}
+
+/// How an attempt to save a step ended.
+enum Attempt {
+    Committed {
+        save: SaveId,
+        notes: Vec<String>,
+    },
+    /// The step is not there any more.
+    Gone,
+    /// It cannot be saved, however often it is tried.
+    Failed(Failure),
+    /// It may succeed later.
+    Later(String),
+}
+
+impl StagingDaemon {
+    /// Saves a step, however often that has to be tried, unless it cannot be saved or is given up.
+    pub(super) async fn save_step(self: Arc<Self>, key: StepKey) {
+        let queue = self.queue_of(&key.job);
+        let mut pause = PAUSES.0;
+        loop {
+            // Steps of a job are saved one after the other, in the order in which they became staged. One that failed lets the next have
+            // its turn.
+            let turn = queue.lock().await;
+            match self.attempt(&key).await {
+                Attempt::Committed { save, notes } => {
+                    tracing::info!(job = %key.job, step = %key.step, %save, "committed");
+                    return self.finish(&key, save, notes).await;
+                }
+                Attempt::Gone => return,
+                Attempt::Failed(failure) => {
+                    tracing::error!(job = %key.job, step = %key.step, "the step is not saved: {failure}");
+                    return self.with(|core| core.drop_step(&key, failure));
+                }
+                Attempt::Later(reason) => {
+                    tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
+                    self.with(|core| core.troubled(&key, reason));
+                }
+            }
+            drop(turn);
+            self.clock.sleep(pause).await;
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    async fn attempt(self: &Arc<Self>, key: &StepKey) -> Attempt {
+        let Some(phase) = self.with(|core| core.step(key).map(|step| step.phase.clone())) else {
+            return Attempt::Gone;
+        };
+        // What became of the saves that had begun is asked before another one begins: one of them may be committed.
+        if let Phase::Saving { saves } = phase {
+            match self.settle(key, &saves).await {
+                Ok(Some(save)) => return Attempt::Committed { save, notes: Vec::new() },
+                Ok(None) => self.with(|core| core.settled(key)),
+                Err(error) => return Attempt::Later(error.to_string()),
+            }
+        }
+        let step = match self.hashed_step(key).await {
+            Ok(Some(step)) => step,
+            Ok(None) => return Attempt::Gone,
+            Err(failure) => return Attempt::Failed(failure),
+        };
+        match self.send(key, &step, false).await {
+            Err(error) if error.kind() == Kind::Exists => match self.committed_by(key).await {
+                Committed::Replaceable => match self.send(key, &step, true).await {
+                    Err(error) => self.judge(key, &error),
+                    Ok(committed) => committed,
+                },
+                // The record of its commit was lost with the daemon before this one.
+                Committed::Own(save) => Attempt::Committed { save, notes: Vec::new() },
+                Committed::Other => {
+                    Attempt::Failed(failure(key, &error, "save another step, or remove that one"))
+                }
+                // A save of a daemon before this one may still be open; its lease ends.
+                Committed::Unknown => Attempt::Later(error.to_string()),
+            },
+            Err(error) => self.judge(key, &error),
+            Ok(committed) => committed,
+        }
+    }
+
+    /// Returns which of these saves is committed. All others are aborted for good.
+    pub(super) async fn settle(
+        &self,
+        key: &StepKey,
+        saves: &[SaveId],
+    ) -> Result<Option<SaveId>, ClientError> {
+        let mut committed = None;
+        for save in saves {
+            if self.client.settle_save(&key.job, key.step, *save).await? == SaveFate::Committed {
+                committed = Some(*save);
+            }
+        }
+        Ok(committed)
+    }
+
+    /// Finds out whose save is committed as the step. An older launch of this host may be replaced if it committed the step later than the
+    /// newest one that this launch knew.
+    async fn committed_by(self: &Arc<Self>, key: &StepKey) -> Committed {
+        let Ok(shown) = self.client.show(&key.job, Some(key.step)).await else {
+            return Committed::Unknown;
+        };
+        let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
+        if launch == Some(key.launch) {
+            return Committed::Own(shown.step.saved.save);
+        }
+        self.with(|core| {
+            let is_later = core.launch(key).is_some_and(|launch| {
+                launch.resumed.newest_seen.is_none_or(|seen| key.step > seen)
+            });
+            let is_older = core
+                .job(&key.job)
+                .zip(launch)
+                .is_some_and(|(job, launch)| job.old.contains(&launch));
+            if is_later && is_older { Committed::Replaceable } else { Committed::Other }
+        })
+    }
+
+    /// The step with its hashes, from the table that is kept, or hashed now.
+    pub(super) async fn hashed_step(
+        self: &Arc<Self>,
+        key: &StepKey,
+    ) -> Result<Option<Arc<Assembled>>, Failure> {
+        // One step is hashed at a time, and only once.
+        let _turn = self.hashing.lock().await;
+        let Some(segments) = self.with(|core| core.hold_step(key)) else { return Ok(None) };
+        let (daemon, of) = (self.clone(), key.clone());
+        let work = move || assemble::assemble(&daemon.folder, &of, segments);
+        let died =
+            |error: &dyn std::fmt::Display| Failure::new(Kind::Internal, error.to_string(), "");
+        let assembled = self.workers.run(work).await.map_err(|error| died(&error))?;
+        let mut step = assembled.map_err(|error| {
+            let hint = "a step that cannot be put together is dropped; save the next one";
+            Failure::new(Kind::Invalid, format!("step {}: {error}", key.step), hint)
+        })?;
+        let failed = |error: &dyn std::fmt::Display| {
+            Failure::new(Kind::Io, format!("the table of step {}: {error}", key.step), "")
+        };
+        let kept = self.folder.table(key).map_err(|error| failed(&error))?;
+        let kept = kept.and_then(|bytes| Table::parse(&bytes).ok());
+        let is_same = |kept: &Table| kept.clone().without_hashes() == step.table;
+        match kept.filter(is_same) {
+            Some(table) => step.table = table,
+            None => {
+                let hashes = assemble::hash(&step, &self.workers).await.map_err(|e| died(&e))?;
+                step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
+                let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
+                if let Err(error) = self.folder.keep_table(key, &bytes) {
+                    tracing::warn!(%error, "the step is hashed anew when it is needed again");
+                }
+                self.compare_samples(key);
+            }
+        }
+        self.with(|core| core.hashed(key));
+        Ok(Some(Arc::new(step)))
+    }
+
+    /// Warns of replicated content that is not the same on all ranks.
+    fn compare_samples(self: &Arc<Self>, key: &StepKey) {
+        self.with(|core| {
+            let samples = core.step(key).map(|step| step.samples.clone()).unwrap_or_default();
+            let mut ranks = samples.iter();
+            let Some((first_rank, first)) = ranks.next() else { return };
+            for (rank, other) in ranks {
+                let differs = |(a, b): &(&Sample, &Sample)| a.name == b.name && a.hash != b.hash;
+                if let Some((name, _)) = first.iter().zip(other).find(differs) {
+                    let warning = format!(
+                        "{} differs between ranks {first_rank} and {rank}, though it is declared replicated: the owner's copy is saved",
+                        name.name
+                    );
+                    tracing::warn!(job = %key.job, step = %key.step, "{warning}");
+                    core.warn(key, warning);
+                }
+            }
+        });
+    }
+
+    async fn send(
+        self: &Arc<Self>,
+        key: &StepKey,
+        step: &Arc<Assembled>,
+        replace: bool,
+    ) -> Result<Attempt, ClientError> {
+        let record = self.with(|core| core.record(key, SaveState::Unsaved));
+        let Some(record) = record else { return Ok(Attempt::Gone) };
+        let driver = Arc::new(Driver {
+            daemon: self.clone(),
+            key: key.clone(),
+            step: step.clone(),
+            record,
+            saves: Mutex::default(),
+        });
+        let (daemon, of) = (self.clone(), key.clone());
+        let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
+        let options = SaveOptions { replace };
+        let report =
+            self.client.save_with(&key.job, key.step, options, driver.clone(), progress).await?;
+        let attempts = driver.saves.lock().unwrap_or_else(PoisonError::into_inner).len();
+        let notes = match attempts {
+            0 | 1 => Vec::new(),
+            more => vec![format!("the save began anew {} times: nodes failed under it", more - 1)],
+        };
+        Ok(Attempt::Committed { save: report.save, notes })
+    }
+
+    /// What a failed save means for the step.
+    fn judge(self: &Arc<Self>, key: &StepKey, error: &ClientError) -> Attempt {
+        if self.with(|core| core.step(key).is_none()) {
+            return Attempt::Gone;
+        }
+        match error.kind() {
+            Kind::Corrupt | Kind::Invalid | Kind::Denied | Kind::Internal => {
+                Attempt::Failed(failure(key, error, ""))
+            }
+            _ => Attempt::Later(error.to_string()),
+        }
+    }
+
+    async fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) {
+        let record = self.with(|core| core.record(key, SaveState::Committed { save }));
+        let keep = self.with(|core| core.launch(key).map_or(0, |launch| launch.keep));
+        if let Some(record) = record
+            && let Err(error) = self.folder.keep_step(&record)
+        {
+            tracing::warn!(%error, "the daemon asks the cluster again after its next start");
+        }
+        let now = self.clock.now();
+        self.with(|core| core.committed(key, save, notes, now));
+        if keep > 0 {
+            self.trim(key, keep).await;
+        }
+    }
+
+    /// Removes committed steps before the one that was just committed, so that `keep` are left with it.
+    async fn trim(&self, key: &StepKey, keep: u32) {
+        let steps = match self.client.list(Some(&key.job)).await {
+            Ok(steps) => steps,
+            Err(error) => return tracing::warn!(job = %key.job, %error, "older steps stay"),
+        };
+        let mut before: Vec<_> = steps.into_iter().map(|view| view.step).collect();
+        before.retain(|step| *step < key.step);
+        before.sort_unstable_by(|a, b| b.cmp(a));
+        for step in before.into_iter().skip(keep.saturating_sub(1) as usize) {
+            if let Err(error) = self.client.remove(&key.job, step).await {
+                tracing::warn!(job = %key.job, %step, %error, "an older step stays");
+            }
+        }
+    }
+}
+
+fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {
+    let own = error.hint().unwrap_or_default();
+    let hint = if hint.is_empty() { own } else { hint.to_owned() };
+    Failure::new(error.kind(), format!("saving step {}: {error}", key.step), hint)
+}
+
+/// Steers the save of one step.
+struct Driver {
+    daemon: Arc<StagingDaemon>,
+    key: StepKey,
+    step: Arc<Assembled>,
+    record: StepRecord,
+    /// The ids of the attempts so far.
+    saves: Mutex<Vec<SaveId>>,
+}
+
+#[async_trait]
+impl SaveDriver for Driver {
+    fn begin(&self, _attempt: u32) -> io::Result<SaveId> {
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
+        let mut save = SaveId([0; 12]);
+        self.daemon.entropy.fill(&mut save.0);
+        let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        saves.push(save);
+        // The record comes first: a daemon that is killed from here on asks what became of the save.
+        let state = SaveState::Begun { saves: saves.clone() };
+        let record = StepRecord { save: state, ..self.record.clone() };
+        self.daemon.folder.keep_step(&record).map_err(io::Error::other)?;
+        if !self.daemon.with(|core| core.saving(&self.key, saves.clone())) {
+            self.daemon.folder.forget_step(&self.key);
+            return Err(gone());
+        }
+        Ok(save)
+    }
+
+    fn shards(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+        let wrong =
+            |error: &dyn std::fmt::Display| ClientError::CalledOff { why: error.to_string() };
+        let max_bytes = code.stripe_bytes().saturating_mul(MAX_SHARD_STRIPES);
+        let shards = cut(&self.step.table, max_bytes).map_err(|error| wrong(&error))?;
+        let mut new = Vec::with_capacity(shards.data.len() + 1);
+        for (number, shard) in shards.data.into_iter().enumerate() {
+            let mut bytes = self.step.bytes.slice(shard.range.start, shard.range.end);
+            let at =
+                bytes.len_bytes().next_multiple_of(crate::trainer::segment::EXTENT_ALIGN_BYTES);
+            bytes.push(at, shard.table);
+            let name = data_name(self.key.launch, number).map_err(|error| wrong(&error))?;
+            new.push(NewShard { name, source: Arc::new(bytes) });
+        }
+        let name = index_name(self.key.launch).map_err(|error| wrong(&error))?;
+        let index: Bytes = shards.index;
+        new.push(NewShard { name, source: Arc::new(index) });
+        Ok(new)
+    }
+
+    async fn confirm(&self) -> Result<(), String> {
+        if self.daemon.with(|core| core.step(&self.key).is_none()) {
+            return Err("the step was given up".into());
+        }
+        match find_changed(&self.step, &self.daemon.workers).await {
+            Ok(None) => Ok(()),
+            Ok(Some(name)) => Err(format!(
+                "{name} was changed in memory after it was staged: does something write to the segment?"
+            )),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}

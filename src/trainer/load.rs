@@ -1,0 +1,318 @@
+//! Loading a step in a trainer's process: bytes are copied from mapped files to where they belong, and each extent is compared with its
+//! hash on the way.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use super::error::StagingError;
+use super::mapping::Readable;
+use super::protocol::{Answer, Load, LoadSource, Loadable, Part, Request};
+use super::segment::still_holds;
+use super::session::{Session, Wait};
+use crate::format::table::{Extent, ExtentCopy, Table};
+use crate::id::Step;
+
+/// Bytes are copied and hashed in pieces that stay in a core's cache between the two.
+const PIECE_BYTES: usize = 256 << 10;
+/// The longest table that is taken from the daemon.
+const MAX_TABLE_BYTES: u64 = 1 << 30;
+
+struct MappedPart {
+    part: Part,
+    map: Readable,
+}
+
+/// A step that can be loaded, held until [`Session::release`].
+pub struct LoadedStep {
+    /// What the daemon says of it.
+    pub about: Loadable,
+    /// Its table, with hashes.
+    pub table: Table,
+    parts: Vec<MappedPart>,
+    /// For each extent, once somebody has looked: whether it has its hash.
+    verified: Vec<OnceLock<bool>>,
+}
+
+/// Where bytes go.
+pub struct Target<'a> {
+    /// Which bytes of which extents.
+    pub copies: Vec<ExtentCopy>,
+    /// The destination.
+    pub bytes: &'a mut [u8],
+}
+
+impl Session {
+    /// Opens a step for loading; `None` when the job has none. `on_progress` is told bytes done and bytes in all.
+    pub fn load(
+        &mut self,
+        load: &Load,
+        on_progress: &mut dyn FnMut(u64, u64),
+        wait: &mut Wait<'_>,
+    ) -> Result<Option<LoadedStep>, StagingError> {
+        const WHAT: &str = "the step to load";
+        let request = |limit_ms| Request::Load(Load { limit_ms, ..load.clone() });
+        let mut pending = |pending: &super::protocol::Pending| {
+            on_progress(pending.done_bytes, pending.total_bytes);
+        };
+        let (answer, mut descriptors) = self.ask_until(WHAT, request, &mut pending, wait)?;
+        let about = match answer {
+            Answer::Nothing => return Ok(None),
+            Answer::Loadable(about) => about,
+            _ => return Err(StagingError::Unexpected { what: WHAT }),
+        };
+        let unexpected = || StagingError::Unexpected { what: WHAT };
+        let table = read_table(descriptors.pop_front().ok_or_else(unexpected)?, about.table_bytes)?;
+        let mut parts: Vec<MappedPart> = Vec::new();
+        while (parts.len() as u32) < about.parts {
+            let first = parts.len() as u32;
+            let open = Request::Open { ticket: about.ticket, first };
+            let (answer, descriptors) = self.ask(WHAT, &open, wait)?;
+            let Answer::Parts { parts: found } = answer else { return Err(unexpected()) };
+            if found.is_empty() || found.len() != descriptors.len() {
+                return Err(unexpected());
+            }
+            parts.extend(map_parts(found, descriptors)?);
+        }
+        let known = |row: usize| {
+            let byte = about.verified.get(row / 8).copied().unwrap_or(0);
+            match byte >> (row % 8) & 1 {
+                1 => OnceLock::from(true),
+                _ => OnceLock::new(),
+            }
+        };
+        let verified = (0..table.extents().len()).map(known).collect();
+        Ok(Some(LoadedStep { about, table, parts, verified }))
+    }
+
+    /// Ends a load that went well, and tells the other ranks what was verified.
+    pub fn release(&mut self, step: LoadedStep, wait: &mut Wait<'_>) -> Result<(), StagingError> {
+        const ROWS: usize = 32_768;
+        let ticket = step.about.ticket;
+        let verified: Vec<u32> = (0u32..)
+            .zip(&step.verified)
+            .filter(|(_, known)| known.get() == Some(&true))
+            .map(|(row, _)| row)
+            .collect();
+        drop(step);
+        for extents in verified.chunks(ROWS) {
+            let request = Request::Verified { ticket, extents: extents.to_vec() };
+            self.tell("what was verified", &request, wait)?;
+        }
+        self.tell("the end of a load", &Request::Release { ticket }, wait)
+    }
+
+    /// Ends a load in which `error` happened, and says so when bytes are damaged.
+    pub fn give_up_load(
+        &mut self,
+        step: LoadedStep,
+        error: &StagingError,
+        wait: &mut Wait<'_>,
+    ) -> Result<(), StagingError> {
+        let ticket = step.about.ticket;
+        drop(step);
+        let request = match error {
+            StagingError::Corrupt { name } => Request::Corrupt { ticket, name: name.clone() },
+            _ => Request::Release { ticket },
+        };
+        self.tell("the end of a load", &request, wait)
+    }
+}
+
+fn read_table(descriptor: OwnedFd, len_bytes: u64) -> Result<Table, StagingError> {
+    let failed = |source| StagingError::Io { what: "reading the table of a step".into(), source };
+    if len_bytes > MAX_TABLE_BYTES {
+        return Err(StagingError::Unexpected { what: "the step to load" });
+    }
+    // Its position is where the daemon's writing ended.
+    let mut file = File::from(descriptor);
+    std::io::Seek::rewind(&mut file).map_err(failed)?;
+    let mut bytes = Vec::with_capacity(len_bytes as usize);
+    file.take(len_bytes).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(Table::parse(&bytes)?)
+}
+
+fn map_parts(
+    parts: Vec<Part>,
+    descriptors: VecDeque<OwnedFd>,
+) -> Result<Vec<MappedPart>, StagingError> {
+    let map = |(part, descriptor): (Part, OwnedFd)| {
+        let map = Readable::map(&File::from(descriptor), part.file_bytes);
+        let map = map.map_err(|source| StagingError::Io {
+            what: "mapping a part of the step".into(),
+            source,
+        })?;
+        Ok(MappedPart { part, map })
+    };
+    parts.into_iter().zip(descriptors).map(map).collect()
+}
+
+impl LoadedStep {
+    /// The step.
+    pub fn step(&self) -> Step {
+        self.about.step
+    }
+
+    /// Whether it is read from this host's memory as its trainers left it.
+    pub fn is_from_memory(&self) -> bool {
+        self.about.source == LoadSource::Memory
+    }
+
+    /// The bytes of an extent as they lie in memory, not verified.
+    fn extent_bytes(&self, extent: &Extent) -> Option<&[u8]> {
+        if extent.len_bytes == 0 {
+            return Some(&[]);
+        }
+        let end = extent.offset_bytes.checked_add(extent.len_bytes)?;
+        let found = self.parts.iter().find(|MappedPart { part, .. }| {
+            let part_end = part.shard_offset.saturating_add(part.len_bytes);
+            part.shard == extent.shard
+                && part.shard_offset <= extent.offset_bytes
+                && end <= part_end
+        })?;
+        let inside = extent.offset_bytes - found.part.shard_offset;
+        let from = usize::try_from(found.part.file_offset.checked_add(inside)?).ok()?;
+        let to = from.checked_add(usize::try_from(extent.len_bytes).ok()?)?;
+        found.map.as_ref().get(from..to)
+    }
+
+    fn extent(&self, row: u32) -> Result<(&Extent, &[u8]), StagingError> {
+        let found = self.table.extents().get(row as usize);
+        let bytes = found.and_then(|extent| Some((extent, self.extent_bytes(extent)?)));
+        bytes.ok_or(StagingError::Unexpected { what: "an extent of the step" })
+    }
+
+    /// What people call an extent.
+    fn name_of(&self, row: u32) -> String {
+        let region = self.table.regions().iter().find(|region| region.extent == row);
+        let name = region.and_then(|region| self.table.names().get(region.name as usize));
+        name.map_or_else(|| format!("extent {row}"), ToString::to_string)
+    }
+
+    /// The bytes of an extent, verified.
+    pub fn bytes(&self, row: u32) -> Result<Vec<u8>, StagingError> {
+        let (extent, bytes) = self.extent(row)?;
+        let copy = bytes.to_vec();
+        let is_good = extent.hash == Some(*blake3::hash(&copy).as_bytes());
+        self.judge(row, is_good)?;
+        self.check_held()?;
+        Ok(copy)
+    }
+
+    fn judge(&self, row: u32, is_good: bool) -> Result<(), StagingError> {
+        if is_good {
+            return Ok(());
+        }
+        // A segment that is being filled again has other bytes for a good reason.
+        self.check_held()?;
+        Err(StagingError::Corrupt { name: self.name_of(row) })
+    }
+
+    /// Whether all segments still hold the step. What was copied before counts only then.
+    fn check_held(&self) -> Result<(), StagingError> {
+        for MappedPart { part, map } in &self.parts {
+            if let Some(fill) = part.fill
+                && !still_holds(map, fill).unwrap_or(false)
+            {
+                return Err(StagingError::Stale { step: self.about.step });
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies everything to its target on `threads` threads, and verifies each extent that is used and was not verified before. `proceed`
+    /// is asked often; when it returns false the work ends.
+    pub fn copy(
+        &self,
+        mut targets: Vec<Target<'_>>,
+        threads: usize,
+        proceed: &(dyn Fn() -> bool + Sync),
+    ) -> Result<(), StagingError> {
+        // The longest come first, so that the threads end together.
+        targets.sort_by_key(|target| target.bytes.len());
+        let (queue, is_over) = (Mutex::new(targets), AtomicBool::new(false));
+        let work = || -> Result<(), StagingError> {
+            loop {
+                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                let Some(target) = next else { return Ok(()) };
+                if is_over.load(Ordering::Relaxed) {
+                    return Ok(());
+                }
+                if !proceed() {
+                    return Err(StagingError::Interrupted { what: "a load" });
+                }
+                self.copy_one(target)?;
+            }
+        };
+        let guarded = || work().inspect_err(|_| is_over.store(true, Ordering::Relaxed));
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(guarded)).collect();
+            let mut result = guarded();
+            for other in others {
+                let ended = other.join();
+                result =
+                    result.and(ended.unwrap_or(Err(StagingError::Unexpected { what: "a load" })));
+            }
+            result
+        })?;
+        self.check_held()
+    }
+
+    fn copy_one(&self, target: Target<'_>) -> Result<(), StagingError> {
+        let Target { copies, bytes: out } = target;
+        for copy in &copies {
+            let (extent, from) = self.extent(copy.extent)?;
+            let known = self.verified.get(copy.extent as usize);
+            let known = known.ok_or(StagingError::Unexpected { what: "an extent of the step" })?;
+            let is_whole = copy.dims.is_empty() && copy.run_bytes == extent.len_bytes;
+            if is_whole && known.get().is_none() {
+                let to = run(out, copy.to_bytes, copy.run_bytes)?;
+                let mut own = None;
+                let is_good = *known.get_or_init(|| {
+                    let is_good = extent.hash == Some(copy_and_hash(from, to));
+                    own = Some(is_good);
+                    is_good
+                });
+                if own.is_none() {
+                    // Another thread was quicker, for another target.
+                    run(out, copy.to_bytes, copy.run_bytes)?.copy_from_slice(from);
+                }
+                self.judge(copy.extent, is_good)?;
+                continue;
+            }
+            let is_good =
+                *known.get_or_init(|| extent.hash == Some(*blake3::hash(from).as_bytes()));
+            self.judge(copy.extent, is_good)?;
+            for (from_at, to_at, len) in copy.runs() {
+                let from = usize::try_from(from_at).ok().and_then(|at| from.get(at..));
+                let from = from.and_then(|rest| rest.get(..usize::try_from(len).ok()?));
+                let from =
+                    from.ok_or(StagingError::Unexpected { what: "an extent of the step" })?;
+                run(out, to_at, len)?.copy_from_slice(from);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The bytes `at..at + len` of a destination.
+fn run(out: &mut [u8], at: u64, len: u64) -> Result<&mut [u8], StagingError> {
+    let outside = || StagingError::Unexpected { what: "a destination" };
+    let (at, len) = (usize::try_from(at).ok(), usize::try_from(len).ok());
+    let (at, len) = (at.ok_or_else(outside)?, len.ok_or_else(outside)?);
+    let end = at.checked_add(len).ok_or_else(outside)?;
+    out.get_mut(at..end).ok_or_else(outside)
+}
+
+/// Copies and returns the hash of the copy: each piece is hashed while it is in the cache.
+fn copy_and_hash(from: &[u8], to: &mut [u8]) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    for (from, to) in from.chunks(PIECE_BYTES).zip(to.chunks_mut(PIECE_BYTES)) {
+        to.copy_from_slice(from);
+        hasher.update(to);
+    }
+    *hasher.finalize().as_bytes()
+}

@@ -1,0 +1,257 @@
+//! The layout of a segment: a header of one page, the extents, then the table that names them.
+//!
+//! ```text
+//! 0           4096                     table_offset
+//! | header    | extents, each at 64    | table (format::table) |
+//! ```
+//!
+//! The trainer writes extents, table and header, then sets the state to [`State::Staged`] by one release store. The header has a hash over
+//! itself and the table, so a reader that finds the state set and the hash right has a whole table. The daemon copies header and table
+//! once and parses the copy, because the segment's owner could change them while they are looked at.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{Ordering, fence};
+
+use super::mapping::{Readable, Writable};
+use crate::format::table::{Table, TableError};
+use crate::id::{FillId, LaunchId, SegmentId, Step};
+use crate::kind::Kind;
+
+/// Length of the header; extents begin behind it.
+pub const HEADER_BYTES: u64 = 4096;
+/// Every extent begins at a multiple of this.
+pub const EXTENT_ALIGN_BYTES: u64 = 64;
+/// The longest table of one rank.
+pub const MAX_TABLE_BYTES: u64 = 1 << 30;
+
+const MAGIC: [u8; 8] = *b"rRdSEG\x01\0";
+const STATE_AT: usize = 12;
+const HASHED_FROM: usize = 16;
+const HASH_AT: usize = 96;
+const USED_BYTES: usize = HASH_AT + 32;
+const VERSION: u32 = 1;
+
+/// What the owner of a segment is doing with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum State {
+    /// Nothing in it counts.
+    Free = 0,
+    /// The owner is writing.
+    Filling = 1,
+    /// Header, table and extents are whole.
+    Staged = 2,
+}
+
+/// The header without its state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// The segment.
+    pub segment: SegmentId,
+    /// The launch of the trainer that wrote it.
+    pub launch: LaunchId,
+    /// Ranks of the launch.
+    pub world: u32,
+    /// The rank that wrote it.
+    pub rank: u32,
+    /// The step that is staged.
+    pub step: Step,
+    /// The filling that it belongs to.
+    pub fill: FillId,
+    /// Where the table begins.
+    pub table_offset: u64,
+    /// Length of the table.
+    pub table_bytes: u64,
+}
+
+/// Why a segment does not count.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SegmentError {
+    /// It has no memory, or cannot be mapped.
+    #[error("segment {segment} cannot be read: {source}")]
+    Map {
+        /// The segment.
+        segment: SegmentId,
+        /// Why.
+        source: io::Error,
+    },
+    /// Its owner has not said *staged*.
+    #[error("segment {segment} is not staged")]
+    NotStaged {
+        /// The segment.
+        segment: SegmentId,
+    },
+    /// Header or table are not what was staged.
+    #[error(
+        "segment {segment} is damaged ({what}): the step that it holds cannot be saved, save the next one"
+    )]
+    Damaged {
+        /// The segment.
+        segment: SegmentId,
+        /// What is wrong.
+        what: &'static str,
+    },
+    /// The table does not parse.
+    #[error("the table of segment {segment}: {source}")]
+    Table {
+        /// The segment.
+        segment: SegmentId,
+        /// Why.
+        source: TableError,
+    },
+}
+
+impl SegmentError {
+    /// What kind of failure this is.
+    pub fn kind(&self) -> Kind {
+        match self {
+            SegmentError::Map { .. } => Kind::Io,
+            SegmentError::NotStaged { .. } => Kind::Invalid,
+            SegmentError::Damaged { .. } => Kind::Corrupt,
+            SegmentError::Table { source, .. } => source.kind(),
+        }
+    }
+}
+
+impl Header {
+    fn to_bytes(self, table: &[u8]) -> [u8; USED_BYTES] {
+        let mut out = [0; USED_BYTES];
+        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &MAGIC);
+        put(8, &VERSION.to_le_bytes());
+        put(16, &self.segment.0);
+        put(32, &self.launch.0);
+        put(48, &self.world.to_le_bytes());
+        put(52, &self.rank.to_le_bytes());
+        put(56, &self.step.0.to_le_bytes());
+        put(64, &self.fill.0);
+        put(80, &self.table_offset.to_le_bytes());
+        put(88, &self.table_bytes.to_le_bytes());
+        let hash = header_hash(&out, table);
+        out[HASH_AT..].copy_from_slice(&hash);
+        out
+    }
+
+    fn parse(bytes: &[u8; USED_BYTES]) -> Result<Self, &'static str> {
+        let u32_at = |at: usize| u32::from_le_bytes(array(bytes, at));
+        let u64_at = |at: usize| u64::from_le_bytes(array(bytes, at));
+        if bytes[..8] != MAGIC {
+            return Err("its magic bytes");
+        }
+        if u32_at(8) != VERSION {
+            return Err("its version");
+        }
+        let (table_offset, table_bytes) = (u64_at(80), u64_at(88));
+        if table_offset < HEADER_BYTES || table_bytes > MAX_TABLE_BYTES {
+            return Err("where its table lies");
+        }
+        Ok(Self {
+            segment: SegmentId(array(bytes, 16)),
+            launch: LaunchId(array(bytes, 32)),
+            world: u32_at(48),
+            rank: u32_at(52),
+            step: Step(u64_at(56)),
+            fill: FillId(array(bytes, 64)),
+            table_offset,
+            table_bytes,
+        })
+    }
+}
+
+fn array<const N: usize>(bytes: &[u8; USED_BYTES], at: usize) -> [u8; N] {
+    let mut out = [0; N];
+    out.copy_from_slice(&bytes[at..at + N]);
+    out
+}
+
+fn header_hash(header: &[u8; USED_BYTES], table: &[u8]) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("rapidraid segment header v1");
+    hasher.update(&header[..STATE_AT]);
+    hasher.update(&header[HASHED_FROM..HASH_AT]);
+    hasher.update(table);
+    *hasher.finalize().as_bytes()
+}
+
+/// Sets the state in the header of a segment's file: the daemon takes a segment away from what it held before its owner is told to fill
+/// it, so that no reader and no later daemon takes the old header for true.
+pub fn set_state(file: &File, state: State) -> io::Result<()> {
+    file.write_all_at(&(state as u32).to_le_bytes(), STATE_AT as u64)
+}
+
+/// Writes table and header, and says that the segment is staged. The extents must be written already.
+pub fn stage(map: &Writable, header: Header, table: &[u8]) -> io::Result<()> {
+    let table_at = usize::try_from(header.table_offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    map.write(table_at, table)?;
+    let bytes = header.to_bytes(table);
+    map.write(0, &bytes[..STATE_AT])?;
+    map.write(HASHED_FROM, &bytes[HASHED_FROM..])?;
+    map.store_release(STATE_AT, State::Staged as u32)
+}
+
+/// Returns whether a segment still holds a filling: a reader asks after it has copied, and what it copied counts only if so.
+pub fn still_holds(map: &Readable, fill: FillId) -> io::Result<bool> {
+    fence(Ordering::Acquire);
+    let mut bytes = [0; USED_BYTES];
+    map.copy_to(0, &mut bytes)?;
+    let state = map.load_acquire(STATE_AT)?;
+    Ok(state == State::Staged as u32 && array::<16>(&bytes, 64) == fill.0)
+}
+
+/// The header of a staged segment, when it and the table are whole.
+pub fn read_header(segment: SegmentId, map: &Readable) -> Result<Header, SegmentError> {
+    read_checked(segment, map).map(|(header, _)| header)
+}
+
+/// Header and table's bytes from one copy of each, compared with their hash.
+fn read_checked(segment: SegmentId, map: &Readable) -> Result<(Header, Vec<u8>), SegmentError> {
+    let failed = |source| SegmentError::Map { segment, source };
+    let damaged = |what| SegmentError::Damaged { segment, what };
+    if map.load_acquire(STATE_AT).map_err(failed)? != State::Staged as u32 {
+        return Err(SegmentError::NotStaged { segment });
+    }
+    let mut bytes = [0; USED_BYTES];
+    map.copy_to(0, &mut bytes).map_err(failed)?;
+    let header = Header::parse(&bytes).map_err(damaged)?;
+    let end = header.table_offset.checked_add(header.table_bytes);
+    if end.is_none_or(|end| end > map.as_ref().len() as u64) {
+        return Err(damaged("where its table lies"));
+    }
+    let mut table = vec![0; header.table_bytes as usize];
+    map.copy_to(header.table_offset as usize, &mut table).map_err(failed)?;
+    if header_hash(&bytes, &table) != bytes[HASH_AT..] {
+        return Err(damaged("the hash of its header and table"));
+    }
+    if header.segment != segment {
+        return Err(damaged("which segment it is"));
+    }
+    Ok((header, table))
+}
+
+/// Header and table of a staged segment, from one copy of each. The extents are inside the segment and before the table.
+pub fn read_staged(segment: SegmentId, map: &Readable) -> Result<(Header, Table), SegmentError> {
+    let damaged = |what| SegmentError::Damaged { segment, what };
+    let (header, table) = read_checked(segment, map)?;
+    let table = Table::parse(&table).map_err(|source| SegmentError::Table { segment, source })?;
+    let data_bytes = header.table_offset - HEADER_BYTES;
+    let is_inside = |extent: &crate::format::table::Extent| {
+        extent.shard == 0
+            && extent.source == 0
+            && extent
+                .offset_bytes
+                .checked_add(extent.len_bytes)
+                .is_some_and(|end| end <= data_bytes)
+    };
+    if !table.extents().iter().all(is_inside) {
+        return Err(damaged("where its extents lie"));
+    }
+    Ok((header, table))
+}
+
+impl From<SegmentError> for io::Error {
+    fn from(error: SegmentError) -> Self {
+        io::Error::other(error)
+    }
+}

@@ -1,0 +1,488 @@
+//! A trainer's connection to the staging daemon of its host: blocking calls with deadlines, one at a time.
+#![allow(clippy::disallowed_methods)] // a trainer's process waits by the clock of its machine
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+use super::error::StagingError;
+use super::frames::{Frame, Incoming, Outgoing};
+use super::mapping::{self, Writable};
+use super::protocol::{
+    Answer, Hello, HelloAnswer, OLDEST, Place, Prepare, Request, VERSION, parse, to_bytes,
+};
+use crate::entropy::{Entropy, SystemEntropy};
+use crate::id::{ClusterId, FillId, InstanceId, MemberId, SegmentId, Step};
+
+/// The name of the socket in the staging folder.
+pub const SOCKET: &str = "socket";
+/// The staging folder of this user for a cluster, where none is configured.
+pub fn default_dir(cluster: ClusterId) -> PathBuf {
+    let user = rustix::process::geteuid().as_raw();
+    let cluster: String = cluster.to_string().chars().take(8).collect();
+    PathBuf::from(format!("/dev/shm/rapidraid-{user}-{cluster}"))
+}
+
+/// How often a waiting call looks whether its caller wants it to end.
+const SLICE: Duration = Duration::from_millis(50);
+/// How long the daemon may hold an answer back; the caller asks again until its own deadline.
+const ANSWER_SLICE_MS: u32 = 2_000;
+
+/// How long a call may wait, and who may end it earlier.
+pub struct Wait<'a> {
+    limit: Duration,
+    until: Instant,
+    proceed: &'a mut dyn FnMut() -> bool,
+}
+
+impl<'a> Wait<'a> {
+    /// A call that ends after `limit`, or when `proceed` returns false. `proceed` is asked many times a second.
+    pub fn new(limit: Duration, proceed: &'a mut dyn FnMut() -> bool) -> Self {
+        let now = Instant::now();
+        let until = now.checked_add(limit).unwrap_or(now + Duration::from_secs(86_400 * 365));
+        Self { limit, until, proceed }
+    }
+
+    /// What is left of the limit.
+    pub fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+
+    fn check(&mut self, what: &'static str, state: &str) -> Result<(), StagingError> {
+        if !(self.proceed)() {
+            return Err(StagingError::Interrupted { what });
+        }
+        if self.left().is_zero() {
+            let state = if state.is_empty() { String::new() } else { format!(": {state}") };
+            let limit_s = self.limit.as_secs_f64();
+            return Err(StagingError::Deadline { what: what.to_owned(), limit_s, state });
+        }
+        Ok(())
+    }
+
+    /// How long the daemon may hold back the answer of the next request.
+    fn answer_ms(&self) -> u32 {
+        u32::try_from(self.left().as_millis()).unwrap_or(u32::MAX).min(ANSWER_SLICE_MS)
+    }
+}
+
+/// An answer and the descriptors that came with it.
+pub type Answered = (Answer, VecDeque<OwnedFd>);
+
+struct Connection {
+    socket: UnixStream,
+    incoming: Incoming,
+}
+
+/// One process of a launch, connected to the daemon.
+pub struct Session {
+    dir: PathBuf,
+    token: Option<PathBuf>,
+    member: MemberId,
+    hello: HelloAnswer,
+    /// `None` after a failure: the next call connects anew.
+    connection: Option<Connection>,
+    place: Option<Place>,
+    is_forgotten: bool,
+}
+
+/// A segment that this process fills.
+pub struct Segment {
+    /// Its id.
+    pub id: SegmentId,
+    /// Its memory.
+    pub map: Writable,
+    /// Came locked: by the lock the daemon knows that a process has the segment.
+    _file: File,
+}
+
+impl Session {
+    /// Connects to the daemon whose staging folder is `dir`.
+    pub fn connect(
+        dir: &Path,
+        token: Option<&Path>,
+        wait: &mut Wait<'_>,
+    ) -> Result<Self, StagingError> {
+        let member = MemberId(SystemEntropy.id());
+        let (connection, hello) = connect(dir, token, member, wait)?;
+        Ok(Self {
+            dir: dir.to_owned(),
+            token: token.map(Path::to_owned),
+            member,
+            hello,
+            connection: Some(connection),
+            place: None,
+            is_forgotten: false,
+        })
+    }
+
+    /// The staging folder's id: ranks that see the same one are on one host.
+    pub fn instance(&self) -> InstanceId {
+        self.hello.instance
+    }
+
+    /// The cluster that the daemon saves to.
+    pub fn cluster(&self) -> ClusterId {
+        self.hello.cluster
+    }
+
+    /// The daemon's process, for people.
+    pub fn daemon_pid(&self) -> u32 {
+        self.hello.pid
+    }
+
+    /// Ends the session without a word to the daemon: for a forked child, whose parent goes on with it.
+    pub fn forget(&mut self) {
+        self.connection = None;
+        self.place = None;
+        self.is_forgotten = true;
+    }
+
+    /// Sends a request and waits for its answer. A failure in the answer is an error.
+    pub fn ask(
+        &mut self,
+        what: &'static str,
+        request: &Request,
+        wait: &mut Wait<'_>,
+    ) -> Result<Answered, StagingError> {
+        if self.is_forgotten {
+            return Err(StagingError::Forked);
+        }
+        let mut connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => self.reconnect(wait)?,
+        };
+        let frame = exchange(&mut connection, what, &to_bytes(request)?, Vec::new(), wait)?;
+        let answer = parse(&frame.bytes)?;
+        // After anything that went wrong before, the connection may have an answer under way that nobody wants: it is not used again.
+        self.connection = Some(connection);
+        match answer {
+            Answer::Failed(failure) => Err(failure.into()),
+            answer => Ok((answer, frame.descriptors)),
+        }
+    }
+
+    /// Asks until the answer is no [`Answer::Pending`]. `request` is given how long the daemon may hold its answer back.
+    pub fn ask_until(
+        &mut self,
+        what: &'static str,
+        request: impl Fn(u32) -> Request,
+        on_pending: &mut dyn FnMut(&super::protocol::Pending),
+        wait: &mut Wait<'_>,
+    ) -> Result<Answered, StagingError> {
+        loop {
+            match self.ask(what, &request(wait.answer_ms()), wait)? {
+                (Answer::Pending(pending), _) => {
+                    on_pending(&pending);
+                    wait.check(what, &pending.what)?;
+                }
+                answered => return Ok(answered),
+            }
+        }
+    }
+
+    /// Makes the segments of a rank: reserves their memory in this process's name and maps it.
+    pub fn prepare(
+        &mut self,
+        prepare: &Prepare,
+        wait: &mut Wait<'_>,
+    ) -> Result<Vec<Arc<Segment>>, StagingError> {
+        const WHAT: &str = "memory for the segments";
+        let request = |limit_ms| Request::Prepare(Prepare { limit_ms, ..prepare.clone() });
+        let (answer, descriptors) = self.ask_until(WHAT, request, &mut |_| (), wait)?;
+        let Answer::Prepared { segments } = answer else {
+            return Err(StagingError::Unexpected { what: WHAT });
+        };
+        self.place = Some(prepare.place.clone());
+        make_segments(segments, descriptors, prepare.segment_bytes, wait)
+    }
+
+    /// Asks which of `segments` the step is to be written into, waiting until one is free. A further one may be added to them first.
+    /// Returns its place among them and the id of the filling.
+    pub fn fill(
+        &mut self,
+        step: Step,
+        segments: &mut Vec<Arc<Segment>>,
+        wait: &mut Wait<'_>,
+    ) -> Result<(usize, FillId), StagingError> {
+        const WHAT: &str = "a segment to fill";
+        let request = |limit_ms| Request::Fill { step, limit_ms };
+        loop {
+            match self.ask_until(WHAT, request, &mut |_| (), wait)? {
+                (Answer::Fill { segment, fill }, _) => {
+                    let at = segments.iter().position(|own| own.id == segment);
+                    return at.map(|at| (at, fill)).ok_or(StagingError::Unexpected { what: WHAT });
+                }
+                (Answer::Prepared { segments: ids }, descriptors) => {
+                    let len_bytes = segments.first().map_or(0, |own| own.map.len()) as u64;
+                    segments.extend(make_segments(ids, descriptors, len_bytes, wait)?);
+                }
+                _ => return Err(StagingError::Unexpected { what: WHAT }),
+            }
+        }
+    }
+
+    /// Sends a request whose answer is [`Answer::Done`].
+    pub fn tell(
+        &mut self,
+        what: &'static str,
+        request: &Request,
+        wait: &mut Wait<'_>,
+    ) -> Result<(), StagingError> {
+        match self.ask(what, request, wait)? {
+            (Answer::Done, _) => Ok(()),
+            _ => Err(StagingError::Unexpected { what }),
+        }
+    }
+
+    fn reconnect(&mut self, wait: &mut Wait<'_>) -> Result<Connection, StagingError> {
+        let (mut connection, hello) = connect(&self.dir, self.token.as_deref(), self.member, wait)?;
+        if hello.instance != self.hello.instance {
+            return Err(StagingError::Refused {
+                dir: self.dir.clone(),
+                reason: "it is another staging folder than when this process began".into(),
+            });
+        }
+        if let Some(place) = &self.place {
+            let message = to_bytes(&Request::Attach(place.clone()))?;
+            let frame = exchange(&mut connection, "attach", &message, Vec::new(), wait)?;
+            match parse(&frame.bytes)? {
+                Answer::Attached { .. } => {}
+                Answer::Failed(failure) => return Err(failure.into()),
+                _ => return Err(StagingError::Unexpected { what: "attach" }),
+            }
+        }
+        self.hello = hello;
+        Ok(connection)
+    }
+}
+
+impl Segment {
+    fn make(
+        id: SegmentId,
+        descriptor: OwnedFd,
+        len_bytes: u64,
+        wait: &mut Wait<'_>,
+    ) -> Result<Self, StagingError> {
+        let failed = |source| StagingError::Io {
+            what: format!("reserving {len_bytes} bytes of shared memory for a segment"),
+            source,
+        };
+        let file = File::from(descriptor);
+        let mut interrupted = None;
+        let mut proceed = || match wait.check("prepare", "") {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                interrupted = Some(error);
+                Err(io::ErrorKind::Interrupted.into())
+            }
+        };
+        let map = mapping::reserve(&file, len_bytes, &mut proceed)
+            .and_then(|()| Writable::map(&file, len_bytes, &mut proceed));
+        match (map, interrupted) {
+            (Ok(map), _) => Ok(Self { id, map, _file: file }),
+            (Err(_), Some(error)) => Err(error),
+            (Err(source), None) => Err(failed(source)),
+        }
+    }
+}
+
+fn make_segments(
+    ids: Vec<SegmentId>,
+    descriptors: VecDeque<OwnedFd>,
+    len_bytes: u64,
+    wait: &mut Wait<'_>,
+) -> Result<Vec<Arc<Segment>>, StagingError> {
+    if ids.len() != descriptors.len() {
+        return Err(StagingError::Unexpected { what: "memory for the segments" });
+    }
+    let made = ids.into_iter().zip(descriptors);
+    made.map(|(id, descriptor)| Segment::make(id, descriptor, len_bytes, wait).map(Arc::new))
+        .collect()
+}
+
+/// Opens the staging folder: it must belong to this user, and nobody else may enter it.
+fn open_folder(dir: &Path) -> Result<File, StagingError> {
+    let flags = (rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC).bits() as i32;
+    let opened = File::options().read(true).custom_flags(flags).open(dir);
+    let folder = opened.map_err(|error| StagingError::NoDaemon {
+        dir: dir.to_owned(),
+        reason: match error.kind() {
+            io::ErrorKind::NotFound => "there is no such folder".into(),
+            _ => error.to_string(),
+        },
+    })?;
+    let untrusted = |problem: String| StagingError::Untrusted { dir: dir.to_owned(), problem };
+    let metadata = folder.metadata().map_err(|error| untrusted(error.to_string()))?;
+    let own = rustix::process::geteuid().as_raw();
+    if metadata.uid() != own {
+        return Err(untrusted(format!("belongs to user {}, not to user {own}", metadata.uid())));
+    }
+    if metadata.mode() & 0o077 != 0 {
+        let mode = metadata.mode() & 0o7777;
+        return Err(untrusted(format!("can be entered by others (mode {mode:04o})")));
+    }
+    Ok(folder)
+}
+
+fn connect(
+    dir: &Path,
+    token: Option<&Path>,
+    member: MemberId,
+    wait: &mut Wait<'_>,
+) -> Result<(Connection, HelloAnswer), StagingError> {
+    use std::os::fd::AsRawFd;
+    const WHAT: &str = "the staging daemon";
+    let folder = open_folder(dir)?;
+    // The path over the open folder names the folder that was checked, and is short enough for a socket's name.
+    let path = format!("/proc/self/fd/{}/{SOCKET}", folder.as_raw_fd());
+    let socket = loop {
+        match UnixStream::connect(&path) {
+            Ok(socket) => break socket,
+            // The queue of connections that the daemon has not taken yet is full.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                wait.check(WHAT, "")?;
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(error) => {
+                let reason = match error.kind() {
+                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+                        "nobody listens on its socket".into()
+                    }
+                    _ => error.to_string(),
+                };
+                return Err(StagingError::NoDaemon { dir: dir.to_owned(), reason });
+            }
+        }
+    };
+    let failed = |what: &str, source| StagingError::Io { what: what.to_owned(), source };
+    socket.set_nonblocking(true).map_err(|error| failed("a socket", error))?;
+    check_peer(&socket, dir)?;
+    let own = pidfd_open(getpid(), PidfdFlags::empty())
+        .map_err(|error| failed("a descriptor of this process", error.into()))?;
+    let token = match token {
+        Some(file) => std::fs::read(file).map_err(|error| {
+            failed(&format!("reading the token file {}", file.display()), error)
+        })?,
+        None => Vec::new(),
+    };
+    let hello = Hello { oldest: OLDEST, newest: VERSION, member, pid: std::process::id(), token };
+    let mut connection = Connection { socket, incoming: Incoming::default() };
+    let frame = exchange(&mut connection, WHAT, &to_bytes(&hello)?, vec![own], wait)?;
+    let answer: HelloAnswer = parse(&frame.bytes)?;
+    if !answer.refused.is_empty() {
+        return Err(StagingError::Refused { dir: dir.to_owned(), reason: answer.refused });
+    }
+    if !(OLDEST..=VERSION).contains(&answer.version) {
+        let reason = format!(
+            "it speaks no version from {OLDEST} to {VERSION} of the protocol: upgrade it or the package"
+        );
+        return Err(StagingError::Refused { dir: dir.to_owned(), reason });
+    }
+    Ok((connection, answer))
+}
+
+/// The daemon must be of this user.
+fn check_peer(socket: &UnixStream, dir: &Path) -> Result<(), StagingError> {
+    let own = rustix::process::geteuid();
+    match rustix::net::sockopt::socket_peercred(socket) {
+        Ok(peer) if peer.uid == own => Ok(()),
+        Ok(peer) => Err(StagingError::Untrusted {
+            dir: dir.to_owned(),
+            problem: format!(
+                "has a socket of user {}, not of user {}",
+                peer.uid.as_raw(),
+                own.as_raw()
+            ),
+        }),
+        Err(error) => {
+            Err(StagingError::Untrusted { dir: dir.to_owned(), problem: error.to_string() })
+        }
+    }
+}
+
+/// Sends a message and receives the next one.
+fn exchange(
+    connection: &mut Connection,
+    what: &'static str,
+    message: &[u8],
+    descriptors: Vec<OwnedFd>,
+    wait: &mut Wait<'_>,
+) -> Result<Frame, StagingError> {
+    let mut out = Outgoing::new(message, descriptors)?;
+    let gone = |error: io::Error| match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+            StagingError::Disconnected { what }
+        }
+        _ => {
+            StagingError::Io { what: format!("talking to the daemon about {what}"), source: error }
+        }
+    };
+    loop {
+        match out.send(connection.socket.as_fd()) {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                ready(&connection.socket, PollFlags::OUT, what, wait)?;
+            }
+            Err(error) => return Err(gone(error)),
+        }
+    }
+    loop {
+        if let Some(frame) = connection.incoming.frame()? {
+            return Ok(frame);
+        }
+        match connection.incoming.receive(connection.socket.as_fd()) {
+            Ok(0) => return Err(StagingError::Disconnected { what }),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                ready(&connection.socket, PollFlags::IN, what, wait)?;
+            }
+            Err(error) => return Err(gone(error)),
+        }
+    }
+}
+
+/// Waits until the socket is ready, the deadline passes or the caller ends it.
+fn ready(
+    socket: &UnixStream,
+    flags: PollFlags,
+    what: &'static str,
+    wait: &mut Wait<'_>,
+) -> Result<(), StagingError> {
+    // The daemon holds an answer back for as long as it was allowed to; its own deadline ends later than the caller's by this much.
+    const GRACE: Duration = Duration::from_secs(2);
+    let started = Instant::now();
+    loop {
+        let slice = Timespec { tv_sec: 0, tv_nsec: SLICE.as_nanos() as i64 };
+        match poll(&mut [PollFd::new(socket, flags)], Some(&slice)) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return Ok(()),
+            Err(error) => {
+                return Err(StagingError::Io { what: what.to_owned(), source: error.into() });
+            }
+        }
+        if wait.left().is_zero() && started.elapsed() < GRACE {
+            if !(wait.proceed)() {
+                return Err(StagingError::Interrupted { what });
+            }
+            continue;
+        }
+        wait.check(what, "")?;
+    }
+}
+
+/// The time since the host was booted, by a clock that goes on while the host sleeps and that all its processes share.
+pub fn boot_time() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec as u32)
+}

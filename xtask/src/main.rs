@@ -9,6 +9,7 @@ mod cargo;
 mod fuzz;
 mod kills;
 mod mutants;
+mod python;
 mod recipe;
 mod soak;
 mod tally;
@@ -16,7 +17,8 @@ mod tally;
 use std::process::ExitCode;
 
 const HELP: &str = "\
-cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, short experiments, doc tests, benches once, advisories
+cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, advisories
+cargo xtask wheel   builds the Python package with the program in it, for release, below target/python/wheels
 cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["test"] => recipe::test(),
+        ["wheel"] => recipe::wheel(),
         ["mutants"] => mutants::run(None),
         ["mutants", part] => mutants::run(Some(part)),
         ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),

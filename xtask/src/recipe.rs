@@ -9,6 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 
 use crate::cargo::cargo;
+use crate::python::{self, Environment, Unable};
 use crate::tally::{self, Runner, Tally};
 
 /// A run of the recipe: what it counted and what it left out.
@@ -68,6 +69,7 @@ impl Run {
         self.cargo("docs", &doc, &[("RUSTDOCFLAGS", "-D warnings")])?;
         self.terraform()?;
         self.tests()?;
+        self.python()?;
         self.experiments()?;
         self.cargo("doc tests", &["test", "--locked", "--workspace", "--doc"], &[])?;
         if self.has_benches() {
@@ -147,6 +149,39 @@ impl Run {
         }
     }
 
+    /// The Python package: that the extension builds without the cluster's half of the library, lints, types, and tests against the wheel.
+    fn python(&mut self) -> Result<()> {
+        println!("\n== the Python package's environment");
+        let environment = match Environment::make(&self.root) {
+            Ok(environment) => environment,
+            Err(Unable::Missing(what)) => {
+                self.skip(&format!("the Python package: {what}"));
+                return Ok(());
+            }
+            Err(Unable::Failed(error)) => return Err(error),
+        };
+        println!("\n== the Python package's wheel");
+        let wheel = environment.wheel("dev")?;
+        environment.install(&wheel)?;
+        let checks: [(&str, &[&str]); 3] = [
+            ("ruff", &["check", "."]),
+            ("ruff", &["format", "--check", "."]),
+            ("mypy", &["rapidraid"]),
+        ];
+        for (program, arguments) in checks {
+            println!("\n== {program} {} in python", arguments.join(" "));
+            python::run(environment.command(program).args(arguments))?;
+        }
+        if !environment.has_torch {
+            self.skip("the Python tests: torch cannot be installed here");
+            return Ok(());
+        }
+        let mut tests = environment.command("python");
+        // The package that is tested is the installed one, not the folder beside the tests.
+        tests.args(["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]);
+        self.counted("Python tests", Runner::Pytest, &mut tests)
+    }
+
     /// The experiments of `cluster/` as their `[short]` says: whether they work, on loopback and, where this is root, on namespaces.
     fn experiments(&mut self) -> Result<()> {
         let build = ["build", "--locked", "-p", "rapidraid", "-p", "rapidraid-cluster"];
@@ -201,20 +236,25 @@ impl Run {
         command
     }
 
-    /// One step: its output is passed on as it comes and read for test counts.
+    /// One step of cargo's.
     fn cargo(&mut self, name: &str, arguments: &[&str], env: &[(&str, &str)]) -> Result<()> {
-        let set: String = env.iter().map(|(key, value)| format!("{key}='{value}' ")).collect();
-        let line = format!("{set}cargo {}", arguments.join(" "));
-        println!("\n== {name}: {line}");
         let runner = match arguments.first() {
             Some(&"nextest") => Runner::Nextest,
             _ if arguments.contains(&"--bench") => Runner::Bench,
             _ => Runner::Cargo,
         };
+        let mut command = self.command(arguments);
+        self.counted(name, runner, command.envs(env.iter().copied()))
+    }
+
+    /// One step: its output is passed on as it comes and read for test counts.
+    fn counted(&mut self, name: &str, runner: Runner, command: &mut Command) -> Result<()> {
+        let words = std::iter::once(command.get_program()).chain(command.get_args());
+        let words: Vec<_> = words.map(|word| word.to_string_lossy().into_owned()).collect();
+        let line = words.join(" ");
+        println!("\n== {name}: {line}");
         let begun = Instant::now();
-        let mut child = self
-            .command(arguments)
-            .envs(env.iter().copied())
+        let mut child = command
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -234,6 +274,26 @@ impl Run {
         }
         println!("-- {name}: passed in {seconds:.1} s");
         Ok(())
+    }
+}
+
+/// Builds the wheel for release.
+pub fn wheel() -> ExitCode {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
+    let built = match Environment::make(root) {
+        Ok(environment) => environment.wheel("release"),
+        Err(Unable::Missing(what)) => Err(anyhow::anyhow!("the wheel cannot be built: {what}")),
+        Err(Unable::Failed(error)) => Err(error),
+    };
+    match built {
+        Ok(wheel) => {
+            println!("{}", wheel.display());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("cargo xtask wheel: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }
 

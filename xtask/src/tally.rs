@@ -25,6 +25,8 @@ pub enum Runner {
     Cargo,
     /// `Summary [ 0.1s] 4 tests run: 3 passed, 1 failed, 0 skipped`, once.
     Nextest,
+    /// `== 3 passed, 1 failed in 0.1s ==`, once; errors of fixtures count as failures.
+    Pytest,
     /// `Testing hop` and then `Success`, for each benchmark in test mode.
     Bench,
 }
@@ -36,13 +38,21 @@ pub fn of_line(runner: Runner, line: &str) -> Tally {
     let counts = match runner {
         Runner::Bench => return Tally { passed: u64::from(text == "Success"), failed: 0 },
         Runner::Cargo => text.strip_prefix("test result: "),
+        Runner::Pytest => {
+            let is_summary = text.contains(" in ") && text.ends_with(['s', ')', '=']);
+            let is_count = |word: &str| count_before(text, word) > 0;
+            let has_count = ["passed", "failed", "error"].into_iter().any(is_count);
+            (is_summary && has_count).then_some(text)
+        }
         Runner::Nextest => {
             text.strip_prefix("Summary [").and_then(|rest| Some(rest.split_once(" run: ")?.1))
         }
     };
     counts.map_or(Tally::default(), |counts| Tally {
         passed: count_before(counts, "passed"),
-        failed: count_before(counts, "failed") + count_before(counts, "timed out"),
+        failed: count_before(counts, "failed")
+            + count_before(counts, "timed out")
+            + count_before(counts, "error"),
     })
 }
 

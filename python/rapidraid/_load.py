@@ -1,0 +1,250 @@
+"""Loading: which names of a checkpoint go to which leaves of a state, and what to do with those that do not fit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from . import _native
+from .errors import InvalidError, NotFoundError
+from .state import FLAG_ARRAY, FLAG_PICKLE, Keys, Leaf, flatten, is_array, is_tensor, show
+from .tensors import address, describe, is_fillable, nbytes, new_tensor, put_scratch, scratch_like
+
+#: A name of a checkpoint: rank or nothing, keys, kind, element type, bits, shape, flags.
+Name = tuple[int | None, list[tuple[int, Any]], str, str, int, list[int], int]
+
+
+def _threads() -> int:
+    return max(1, min(16, len(os.sched_getaffinity(0))))
+
+
+class _Names:
+    """The names of a checkpoint by space and path."""
+
+    def __init__(self, loaded: _native.LoadedStep) -> None:
+        self.rows: dict[tuple[int | None, Keys], tuple[int, Name]] = {}
+        self.ranks: set[int] = set()
+        for row, name in enumerate(loaded.names()):
+            self.rows[(name[0], tuple((tag, key) for tag, key in name[1]))] = (row, name)
+            if name[0] is not None:
+                self.ranks.add(name[0])
+
+
+#: What a load does with private state of a launch with another number of ranks.
+Private = Literal["skip"] | Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class LoadChoices:
+    """How :meth:`Checkpointer.load` was called."""
+
+    strict: bool
+    include: Callable[[str], bool] | None
+    cast: bool
+    private: Private | None
+    allow_pickle: bool
+
+
+def load_into(loaded: _native.LoadedStep, state: Mapping[Any, Any], rank: int, world: int, choices: LoadChoices) -> str | None:
+    """Loads a step into a state, in place. Returns ``None``, or the name of what is damaged.
+
+    Nothing is changed before everything was found to fit.
+    """
+    strict, include, private = choices.strict, choices.include, choices.private
+    names = _Names(loaded)
+    flat = flatten(state, world)
+    source_rank = _source_rank(names, rank, world, private)
+    job = _Job(loaded, choices.cast, choices.allow_pickle)
+    used: set[tuple[int | None, Keys]] = set()
+    missing: list[str] = []
+    for leaf in flat.leaves:
+        if include is not None and not include(show(leaf.keys)):
+            continue
+        key = _find(names, leaf, source_rank)
+        if key is None:
+            if not (leaf.is_private and private == "skip"):
+                missing.append(show(leaf.keys))
+            continue
+        used.add(key)
+        # A name that the checkpoint has in both spaces was found in the nearer one.
+        job.add(leaf, *names.rows[key])
+    extra = [
+        key for key in names.rows
+        if key not in used and key[0] in (None, source_rank) and (include is None or include(show(key[1])))
+    ]  # fmt: skip
+    created = [key for key in extra if any(key[1][: len(prefix)] == prefix for prefix in flat.open_below)]
+    extra = [key for key in extra if key not in set(created) and (None, key[1]) not in used and (source_rank, key[1]) not in used]
+    if private == "skip":
+        extra = [key for key in extra if key[0] is None]
+    if strict:
+        if missing:
+            raise NotFoundError(
+                f"step {loaded.number} does not have {_few(missing)}",
+                "load what it has with strict=False, or pass include= to choose names",
+            )
+        if extra:
+            raise InvalidError(
+                f"step {loaded.number} has {_few([show(keys) for _, keys in extra])}, for which the state has no place",
+                "add them to the state, pass strict=False, or include= to choose names",
+            )
+    for key in created:
+        job.create(key[1], *names.rows[key])
+    damaged = job.run()
+    if damaged is None:
+        for finish in flat.finish:
+            finish(job.created)
+    return damaged
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _source_rank(names: _Names, rank: int, world: int, private: Any) -> int | None:
+    """Returns the rank whose private state this rank takes."""
+    if not names.ranks or private == "skip":
+        return rank if private is None else None
+    if callable(private):
+        source = private(rank)
+        if source not in names.ranks:
+            raise InvalidError(
+                f"private= gives rank {rank} the private state of rank {source}", f"the step has that of ranks {sorted(names.ranks)}"
+            )
+        return int(source)
+    if names.ranks != set(range(world)):
+        ownerless = sorted(names.ranks - set(range(world)))
+        sourceless = sorted(set(range(world)) - names.ranks)
+        parts = []
+        if ownerless:
+            parts.append(f"the private state of ranks {ownerless} has no owner")
+        if sourceless:
+            parts.append(f"ranks {sourceless} have no source for theirs")
+        raise InvalidError(
+            f"the step was saved by {len(names.ranks)} ranks with private state, and this launch has {world}: {' and '.join(parts)}",
+            'pass private="skip" to leave it, or a function that gives for each rank the rank to take it from',
+        )
+    return rank
+
+
+def _find(names: _Names, leaf: Leaf, source_rank: int | None) -> tuple[int | None, Keys] | None:
+    own = (source_rank, leaf.keys)
+    shared = (None, leaf.keys)
+    order: list[tuple[int | None, Keys]] = [own, shared] if leaf.is_private else [shared]
+    if not leaf.is_private and source_rank is not None and len(names.ranks) == 1:
+        # One rank saved alone: what it did not declare is this rank's too.
+        order.append(own)
+    return next((key for key in order if key[0] is not None or key is shared if key in names.rows), None)
+
+
+class _Job:
+    """What is copied where, decided before anything is changed."""
+
+    def __init__(self, loaded: _native.LoadedStep, cast: bool, allow_pickle: bool) -> None:
+        self.loaded = loaded
+        self.cast = cast
+        self.allow_pickle = allow_pickle
+        self.targets: list[tuple[int, tuple[list[int], list[int]] | None, int, int]] = []
+        self.held: list[Any] = []
+        self.scratch: list[tuple[Any, Any]] = []
+        self.values: list[tuple[Leaf, int, int]] = []
+        self.created: dict[Keys, Any] = {}
+        self.arrays: list[tuple[Keys, Any]] = []
+
+    def add(self, leaf: Leaf, row: int, name: Name) -> None:
+        """Plans one leaf."""
+        _, _, kind, element, bits, shape, flags = name
+        where = show(leaf.keys)
+        if not (is_tensor(leaf.value) or is_array(leaf.value)):
+            if kind == "tensor":
+                raise InvalidError(
+                    f"{where} is a tensor in step {self.loaded.number}, and a {type(leaf.value).__name__} in the state", "give it a tensor"
+                )
+            self._check_pickle(where, flags)
+            self.values.append((leaf, row, flags))
+            return
+        if kind != "tensor":
+            raise InvalidError(f"{where} is a plain value in step {self.loaded.number}, and a tensor in the state", "give it a plain value")
+        found = describe(where, leaf.value)
+        if list(found.shape) != list(shape):
+            raise InvalidError(
+                f"{where} has the shape {list(shape)} in step {self.loaded.number}, and {list(found.shape)} in the state",
+                "load it into a tensor of that shape",
+            )
+        differs = (found.element, found.bits) != (element, bits)
+        if differs and not self.cast:
+            raise InvalidError(
+                f"{where} is {element} in step {self.loaded.number}, and {found.element} in the state", "pass cast=True to convert it"
+            )
+        for piece in found.pieces:
+            box = None if piece.box is None or tuple(piece.box[1]) == found.shape else piece.box
+            part = None if box is None else (list(box[0]), list(box[1]))
+            into = piece.local
+            if differs:
+                into = new_tensor(element, list(into.shape))
+                self.scratch.append((piece.local, into))
+            elif not is_fillable(into):
+                into = scratch_like(into)
+                self.scratch.append((piece.local, into))
+            self.held.append(into)
+            self.targets.append((row, part, address(into), nbytes(into)))
+
+    def create(self, keys: Keys, row: int, name: Name) -> None:
+        """Plans a name for which the state has no leaf yet, and whose object will make one."""
+        _, _, kind, element, _, shape, flags = name
+        if kind == "tensor":
+            into = new_tensor(element, shape)
+            self.held.append(into)
+            self.targets.append((row, None, address(into), nbytes(into)))
+            self.created[keys] = into
+            return
+        self._check_pickle(show(keys), flags)
+        self.values.append((Leaf(keys, None, False, lambda value: self.created.__setitem__(keys, value)), row, flags))
+
+    def _check_pickle(self, where: str, flags: int) -> None:
+        if flags & FLAG_PICKLE and not self.allow_pickle:
+            raise InvalidError(
+                f"{where} was stored by pickle, and opening a pickle runs code that it names",
+                "pass allow_pickle=True if you trust who saved it",
+            )
+
+    def run(self) -> str | None:
+        """Copies and verifies everything, then puts plain values in place."""
+        contents = []
+        for leaf, row, flags in self.values:
+            content = self.loaded.content(row)
+            contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
+        damaged = self.loaded._copy(self.targets, _threads())
+        if damaged is not None:
+            return damaged
+        for value, scratch in self.scratch:
+            put_scratch(value, scratch)
+        for leaf, value in contents:
+            if leaf.put is not None:
+                leaf.put(value)
+        return None
+
+
+def read_one(loaded: _native.LoadedStep, name: str, allow_pickle: bool) -> Any:
+    """Returns one entry of a step by the name that people read."""
+    rank: int | None = None
+    path = name
+    if name.startswith("rank ") and ": " in name:
+        number, path = name.removeprefix("rank ").split(": ", 1)
+        rank = int(number)
+    found = loaded.find(rank, _native.parse_path(path))
+    if found is not None:
+        row, (_, _, kind, element, _, shape, flags) = found, loaded.names()[found]
+        if kind == "tensor":
+            into = new_tensor(element, shape)
+            damaged = loaded._copy([(row, None, address(into), nbytes(into))], _threads())
+            if damaged is not None:
+                raise InvalidError(f"{damaged} is damaged", "read another step")
+            return into.numpy() if flags & FLAG_ARRAY else into
+        if flags & FLAG_PICKLE and not allow_pickle:
+            raise InvalidError(f"{name} was stored by pickle", "pass allow_pickle=True if you trust who saved it")
+        content = loaded.content(row)
+        return pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)
+    raise NotFoundError(f"step {loaded.number} has no {name}", "`rapidraid show JOB/STEP --tensors` lists its names")

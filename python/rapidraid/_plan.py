@@ -1,0 +1,372 @@
+"""The layout of a state in the segments: made once, used for every save."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _native
+from .errors import InvalidError
+from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_tensor, show
+from .tensors import Box, Described, alias_key, copy_all, describe, nbytes, view_of
+
+#: Room for values that grow from step to step.
+SLACK_BYTES = 256 << 10
+#: Of replicated content, one part in so many (times the ranks) is hashed by every rank.
+SAMPLE_PARTS = 50
+SAMPLE_BYTES = 4096
+
+
+@dataclass
+class Owned:
+    """A part of a tensor that this rank stores."""
+
+    keys: Keys
+    is_private: bool
+    box: Box | None
+    piece: int
+    extent: int
+    offset: int = 0
+
+
+@dataclass
+class OwnedValue:
+    """A plain value that this rank stores."""
+
+    keys: Keys
+    is_private: bool
+    extent: int
+
+
+#: What ranks tell each other of a tensor: element type, bits, shape, boxes with bytes, and the name that it shares its content with.
+Told = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
+
+
+@dataclass
+class Plan:
+    """Where each part of a state goes."""
+
+    rank: int
+    world: int
+    owned: list[Owned]
+    values: list[OwnedValue]
+    writer: _native.TableWriter
+    #: What each name looked like, to see that a later state is laid out alike.
+    layout: dict[tuple[bool, Keys], tuple[Any, ...]]
+    replicated: list[tuple[Keys, int]]
+    segment_bytes: int
+    launch_bytes: int
+    views: list[list[Any]] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
+    _pieces: list[Any] = field(default_factory=list)
+
+    @property
+    def segments(self) -> int:
+        """How many segments have views."""
+        return len(self.views)
+
+    def again(self) -> Plan:
+        """Returns the plan for new segments."""
+        self.views, self.buffers = [], []
+        return self
+
+    def add_segment(self, segment: Any) -> None:
+        """Makes the views of a segment's memory once; every save into it uses them."""
+        buffer = memoryview(segment)
+        self.buffers.append(buffer)
+        self.views.append([view_of(buffer, owned.offset, piece) for owned, piece in zip(self.owned, self._pieces, strict=True)])
+
+    def sources(self, flat: Flat, allow_pickle: bool) -> tuple[list[Any], list[bytes], list[Any]]:
+        """Returns what is to be copied, in the order of the plan. Raises when the state is laid out otherwise."""
+        found: dict[tuple[bool, Keys], Any] = {}
+        values: dict[tuple[bool, Keys], bytes] = {}
+        wanted = {(value.is_private, value.keys) for value in self.values}
+        seen = 0
+        for leaf in flat.leaves:
+            key = (leaf.is_private, leaf.keys)
+            if is_tensor(leaf.value) or is_array(leaf.value):
+                found[key] = leaf.value
+                expected = self.layout.get(key)
+                if (
+                    expected is None
+                    or expected[0] is None
+                    or expected[1] != tuple(leaf.value.shape)
+                    or expected[2] != str(leaf.value.dtype)
+                ):
+                    raise _changed(leaf, expected)
+            else:
+                if self.layout.get(key, (1,))[0] is not None:
+                    raise _changed(leaf, self.layout.get(key))
+                if key in wanted:
+                    values[key] = encode(leaf, allow_pickle)
+            seen += 1
+        if seen != len(self.layout):
+            missing = next(
+                key for key in self.layout if key not in found and not any((leaf.is_private, leaf.keys) == key for leaf in flat.leaves)
+            )
+            raise InvalidError(
+                f"{show(missing[1])} was in the state when it was prepared, and is not now", "call prepare(state) again, on all ranks"
+            )
+        described: dict[tuple[bool, Keys], Described] = {}
+        pieces = []
+        for owned in self.owned:
+            key = (owned.is_private, owned.keys)
+            if owned.box is None:
+                value = found[key]
+                pieces.append(value if is_array(value) else value.detach())
+                continue
+            if key not in described:
+                described[key] = describe(show(owned.keys), found[key])
+            pieces.append(described[key].pieces[owned.piece].local)
+        samples = [found[(False, keys)] for keys, _ in self.replicated]
+        return pieces, [values[(value.is_private, value.keys)] for value in self.values], samples
+
+    def copy(self, at: int, sources: tuple[list[Any], list[bytes], list[Any]], launch: str, step: int) -> list[tuple[str, bytes]]:
+        """Copies a state into a segment. Returns the hashes of this rank's sample of the replicated content."""
+        pieces, values, samples = sources
+        copy_all(self.views[at], pieces)
+        for value, content in zip(self.values, values, strict=True):
+            self.writer.set_length(value.extent, len(content))
+        offsets, end = self.writer.offsets()
+        buffer = self.buffers[at]
+        if end > len(buffer):
+            raise InvalidError(
+                f"the plain values of step {step} have grown beyond their segment", "call prepare(state) again, on all ranks"
+            )
+        for value, content in zip(self.values, values, strict=True):
+            start = offsets[value.extent]
+            buffer[start : start + len(content)] = content
+        return [
+            (show(keys), bytes(_sample(value, self.world, launch, step)))
+            for (keys, _), value in zip(self.replicated, samples, strict=True)
+            if nbytes(value)
+        ]
+
+
+def _sample(value: Any, world: int, launch: str, step: int) -> Any:
+    """Hashes a window of a tensor that all ranks choose alike, and that moves from step to step."""
+    total = nbytes(value)
+    length = min(total, max(total // (SAMPLE_PARTS * world), min(total, 64)))
+    if not value.is_contiguous() or value.device.type != "cpu":
+        return bytes(16)
+    seed = int(launch[:12], 16) + step * 2654435761
+    start = seed % (total - length + 1)
+    return _native._sample_hash([(value.data_ptr() + start, length)])
+
+
+def _changed(leaf: Leaf, expected: tuple[Any, ...] | None) -> InvalidError:
+    why = "is new since the state was prepared" if expected is None else "has another kind, shape or type than when the state was prepared"
+    return InvalidError(f"{show(leaf.keys)} {why}", "call prepare(state) again, on all ranks")
+
+
+def encode(leaf: Leaf, allow_pickle: bool) -> bytes:
+    """Returns the bytes of a plain value."""
+    found = _native.encode_value(leaf.value)
+    if found is not None:
+        leaf.flags &= ~FLAG_PICKLE
+        return found
+    if not allow_pickle:
+        raise InvalidError(
+            f"{show(leaf.keys)} is of type {type(leaf.value).__name__}, which is no plain value",
+            "store its content, give it state_dict and load_state_dict, or pass allow_pickle=True",
+        )
+    leaf.flags |= FLAG_PICKLE
+    return pickle.dumps(leaf.value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[Any]], allow_pickle: bool) -> Plan:
+    """Describes a state, compares it with those of the other ranks, and decides which parts this rank stores."""
+    described: dict[tuple[bool, Keys], Described] = {}
+    contents: dict[tuple[bool, Keys], bytes] = {}
+    canonical: dict[tuple[Any, ...], Keys] = {}
+    alias: dict[tuple[bool, Keys], Keys] = {}
+    error: InvalidError | None = None
+    for leaf in flat.leaves:
+        key = (leaf.is_private, leaf.keys)
+        try:
+            if is_tensor(leaf.value) or is_array(leaf.value):
+                described[key] = describe(show(leaf.keys), leaf.value)
+                shared = alias_key(leaf.value)
+                if shared is not None:
+                    first = canonical.setdefault((leaf.is_private, *shared), leaf.keys)
+                    if first != leaf.keys:
+                        alias[key] = first
+            else:
+                contents[key] = encode(leaf, allow_pickle)
+        except InvalidError as found_wrong:
+            error = error or found_wrong
+    told: dict[Keys, Any] = {}
+    private_bytes = 0
+    for leaf in flat.leaves:
+        key = (leaf.is_private, leaf.keys)
+        found = described.get(key)
+        if leaf.is_private:
+            if key not in alias:
+                private_bytes += found.len_bytes if found else len(contents.get(key, b""))
+        elif found is not None:
+            boxes = tuple((piece.box, nbytes(piece.local)) for piece in found.pieces)
+            told[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
+        else:
+            told[leaf.keys] = len(contents.get(key, b""))
+    everyone = gather((told, private_bytes, str(error) if error else None, error.hint if error else ""))
+    for other, (_, _, refused, hint) in enumerate(everyone):
+        if refused is not None:
+            if error is not None and other == rank:
+                raise error
+            raise InvalidError(f"rank {other}: {refused}", hint)
+    owners = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
+    return _lay_out(flat, rank, world, described, contents, alias, owners, gather)
+
+
+#: Who stores each part: by path, and by place of the box among those of the path (values have place 0).
+Owners = dict[tuple[Keys, Box | None], int]
+
+
+def _owners(told: list[dict[Keys, Any]], loads: list[int]) -> Owners:
+    """Decides who stores what of the shared content, as every rank decides alike: the holder with the fewest bytes so far."""
+    holders: dict[tuple[Keys, Box | None], list[int]] = {}
+    sizes: dict[tuple[Keys, Box | None], int] = {}
+    first: dict[Keys, tuple[int, Any]] = {}
+    for rank, names in enumerate(told):
+        for keys, about in names.items():
+            known = first.setdefault(keys, (rank, about))
+            if isinstance(about, int):
+                if not isinstance(known[1], int):
+                    raise _differ(keys, known[0], rank, "a tensor", "a plain value")
+                holders.setdefault((keys, None), []).append(rank)
+                sizes[(keys, None)] = max(sizes.get((keys, None), 0), about)
+                continue
+            if isinstance(known[1], int):
+                raise _differ(keys, known[0], rank, "a plain value", "a tensor")
+            for what, mine, theirs in zip(("element type", "bits", "shape"), about, known[1], strict=False):
+                if mine != theirs:
+                    raise _differ(keys, known[0], rank, f"the {what} {theirs}", f"the {what} {mine}")
+            if about[4] != known[1][4]:
+                raise _differ(keys, known[0], rank, "one way of sharing memory", "another")
+            if about[4] is not None:
+                continue
+            for box, size in about[3]:
+                holders.setdefault((keys, box), []).append(rank)
+                sizes[(keys, box)] = size
+    _check_tiling(first, holders)
+    loads = list(loads)
+    owners: Owners = {}
+    order = sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part[0], part[1] or ((), ())))
+    for part in order:
+        owner = min(holders[part], key=lambda rank: (loads[rank], rank))
+        owners[part] = owner
+        loads[owner] += sizes[part]
+    return owners
+
+
+def _differ(keys: Keys, first: int, second: int, one: str, other: str) -> InvalidError:
+    return InvalidError(f"{show(keys)}: rank {first} has {one}, rank {second} {other}", "all ranks must save the same state")
+
+
+def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, Box | None], list[int]]) -> None:
+    """Refuses tensors whose parts overlap or leave a gap, with the name and the ranks."""
+    boxes: dict[Keys, list[tuple[Box, list[int]]]] = {}
+    for (keys, box), ranks in holders.items():
+        if box is not None:
+            boxes.setdefault(keys, []).append((box, ranks))
+    for keys, parts in boxes.items():
+        shape = first[keys][1][2]
+        volume = 0
+        for box, _ in parts:
+            volume += _volume(box[1])
+        parts.sort()
+        for (one, ranks), (other, others) in itertools.pairwise(parts):
+            if all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)):
+                raise InvalidError(
+                    f"{show(keys)}: the parts of ranks {ranks} and {others} overlap: {one} and {other}",
+                    "parts of a tensor must be the same or apart",
+                )
+        if volume != _volume(shape):
+            raise InvalidError(
+                f"{show(keys)}: its parts have {volume} of {_volume(shape)} elements (ranks {sorted({r for _, rs in parts for r in rs})})",
+                "the parts of all ranks together must be the whole tensor",
+            )
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
+
+
+def _lay_out(
+    flat: Flat,
+    rank: int,
+    world: int,
+    described: dict[tuple[bool, Keys], Described],
+    contents: dict[tuple[bool, Keys], bytes],
+    alias: dict[tuple[bool, Keys], Keys],
+    owners: Owners,
+    gather: Callable[[Any], list[Any]],
+) -> Plan:
+    writer = _native.TableWriter()
+    owned: list[Owned] = []
+    pieces: list[Any] = []
+    extents: dict[tuple[bool, Keys, Box | None], int] = {}
+    layout: dict[tuple[bool, Keys], tuple[Any, ...]] = {}
+    replicated: list[tuple[Keys, int]] = []
+    values: list[OwnedValue] = []
+    value_bytes = 0
+    # Names that share their content come after the one that has it.
+    leaves = sorted(flat.leaves, key=lambda leaf: (leaf.is_private, leaf.keys) in alias)
+    for leaf in leaves:
+        key = (leaf.is_private, leaf.keys)
+        found = described.get(key)
+        if found is None:
+            layout[key] = (None,)
+            continue
+        layout[key] = (found.element, found.shape, str(leaf.value.dtype))
+        flags = leaf.flags | (FLAG_ARRAY if is_array(leaf.value) else 0)
+        source = alias.get(key)
+        if (
+            world > 1
+            and not leaf.is_private
+            and source is None
+            and all(piece.box is None for piece in found.pieces)
+            and is_tensor(leaf.value)
+        ):
+            replicated.append((leaf.keys, found.len_bytes))
+        for at, piece in enumerate(found.pieces):
+            home = source if source is not None else leaf.keys
+            if not leaf.is_private and owners.get((home, piece.box)) != rank:
+                continue
+            extent = extents.get((leaf.is_private, home, piece.box))
+            if extent is None:
+                extent = writer.add_extent(nbytes(piece.local))
+                extents[(leaf.is_private, home, piece.box)] = extent
+                owned.append(Owned(leaf.keys, leaf.is_private, piece.box, at, extent))
+                pieces.append(piece.local)
+            start, size = piece.box if piece.box is not None else (None, None)
+            if start is not None and tuple(size or ()) == found.shape:
+                start = size = None
+            writer.add_tensor(
+                rank if leaf.is_private else None, list(leaf.keys), found.element, found.bits, list(found.shape), extent,
+                list(start) if start is not None else None, list(size) if size is not None else None, flags,
+            )  # fmt: skip
+    for leaf in flat.leaves:
+        key = (leaf.is_private, leaf.keys)
+        if key in described or (not leaf.is_private and owners.get((leaf.keys, None)) != rank):
+            continue
+        extent = writer.add_extent(len(contents[key]))
+        value_bytes += len(contents[key]) + 64
+        is_value = not leaf.flags & FLAG_PICKLE
+        writer.add_bytes(rank if leaf.is_private else None, list(leaf.keys), is_value, extent, leaf.flags)
+        values.append(OwnedValue(leaf.keys, leaf.is_private, extent))
+    offsets, end = writer.offsets()
+    for part in owned:
+        part.offset = offsets[part.extent]
+    segment_bytes = _native.HEADER_BYTES + end + value_bytes + SLACK_BYTES + writer.table_bytes() * 2
+    segment_bytes = -(-segment_bytes // 4096) * 4096
+    launch_bytes = sum(gather(segment_bytes))
+    plan = Plan(rank, world, owned, values, writer, layout, replicated, segment_bytes, launch_bytes)
+    plan._pieces = pieces
+    return plan

@@ -1,0 +1,57 @@
+"""Where the program is, and how a staging daemon is started when none answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from . import _native
+from .errors import DeadlineError, NoDaemonError, NotFoundError
+
+
+def program() -> str:
+    """Returns the path of the program.
+
+    ``RAPIDRAID_PROGRAM`` names another one than the wheel's.
+    """
+    named = os.environ.get("RAPIDRAID_PROGRAM")
+    if named:
+        return named
+    inside = Path(__file__).parent / "_bin" / "rapidraid"
+    if inside.is_file():
+        return str(inside)
+    raise NotFoundError(
+        "this installation has no program `rapidraid`",
+        "install the wheel, or name a program by RAPIDRAID_PROGRAM",
+    )
+
+
+def connect(config: Path, timeout: float, start: bool) -> _native.Session:
+    """Connects to the staging daemon of a client's configuration, and starts it when none answers and ``start`` is set."""
+    directory, token, _ = _native.staging_place(config)
+    until = time.monotonic() + timeout
+    try:
+        return _native.Session(directory, token, timeout)
+    except NoDaemonError:
+        if not start:
+            raise
+    _start(config, max(until - time.monotonic(), 1.0))
+    return _native.Session(directory, token, max(until - time.monotonic(), 1.0))
+
+
+def _start(config: Path, timeout: float) -> None:
+    """Starts a daemon that outlives this process. Several ranks may do so at once: one daemon stays."""
+    command = [program(), "stage", "--detach", "--config", str(config.resolve())]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, close_fds=True)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"the staging daemon is not ready after {timeout:.0f} s", "`rapidraid stage` in a terminal shows why") from None
+    if done.returncode != 0:
+        raise NoDaemonError(f"the staging daemon did not start: {done.stderr.strip()}")
+
+
+if sys.platform != "linux":
+    raise ImportError("rapidraid needs Linux")

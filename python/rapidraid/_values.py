@@ -1,0 +1,68 @@
+"""Values of other packages that are stored as plain values: torch's small types and numpy's scalars.
+
+Each has a name and a plain value that stands for it. Nothing here imports torch or numpy: an object of theirs shows that they are loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import Any
+
+
+def describe(value: Any) -> tuple[str, Any] | None:
+    """Returns the kind's name and a plain value that stands for ``value``; ``None`` when it is of no known kind."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if isinstance(value, torch.dtype):
+            return "torch.dtype", str(value).removeprefix("torch.")
+        if isinstance(value, torch.Size):
+            return "torch.Size", [int(size) for size in value]
+        if isinstance(value, torch.device):
+            return "torch.device", str(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        kind = value.dtype
+        if kind.hasobject or kind.names is not None:
+            return None
+        return "numpy", [kind.newbyteorder("<").str, value.astype(kind.newbyteorder("<")).tobytes()]
+    if type(value) is OrderedDict:
+        return "OrderedDict", dict(value)
+    if type(value) is range:
+        return "range", [value.start, value.stop, value.step]
+    if type(value) is set and all(type(item) in (int, str, bytes, bool, float) for item in value):
+        return "set", sorted(value, key=repr)
+    return None
+
+
+def restore(kind: str, value: Any) -> Any:
+    """Returns the value that :func:`describe` described."""
+    from .errors import InvalidError, NotFoundError
+
+    if kind == "OrderedDict":
+        return OrderedDict(value)
+    if kind == "range":
+        return range(*value)
+    if kind == "set":
+        return set(value)
+    package = kind.split(".")[0]
+    try:
+        if package == "torch":
+            import torch
+
+            if kind == "torch.dtype":
+                found = getattr(torch, value, None)
+                if not isinstance(found, torch.dtype):
+                    raise InvalidError(f"torch has no dtype {value!r}", "load with a newer torch")
+                return found
+            if kind == "torch.Size":
+                return torch.Size(value)
+            if kind == "torch.device":
+                return torch.device(value)
+        if kind == "numpy":
+            import numpy
+
+            return numpy.frombuffer(value[1], dtype=numpy.dtype(value[0]))[0]
+    except ImportError:
+        raise NotFoundError(f"a value of {package} is stored, and {package} is not installed", f"install {package}") from None
+    raise InvalidError(f"a value of the unknown kind {kind!r} is stored", "load with a newer rapidraid")

@@ -1,0 +1,405 @@
+"""The :class:`Checkpointer`: saves and loads the state of a training job through the staging daemon of its host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from . import _native
+from ._load import LoadChoices, Private, load_into, read_one
+from ._plan import Plan, make_plan
+from ._program import connect
+from .errors import BusyError, DeadlineError, ExistsError, InvalidError, NotFoundError, RapidraidError, of_code
+from .state import flatten
+
+log = logging.getLogger("rapidraid")
+
+
+@dataclass(frozen=True)
+class Info:
+    """A step of a job."""
+
+    step: int
+    #: Whether the cluster has it.
+    is_committed: bool
+    #: Whether this host's memory has it.
+    is_in_memory: bool
+    #: Its bytes.
+    len_bytes: int
+
+
+@dataclass
+class Stall:
+    """Where the time of a save went, in seconds."""
+
+    traversal: float = 0.0
+    waiting: float = 0.0
+    copy: float = 0.0
+    socket: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.traversal + self.waiting + self.copy + self.socket
+
+
+def find_config(config: str | os.PathLike[str] | None) -> Path:
+    """Returns the client's configuration: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, or the user's."""
+    if config is None:
+        config = os.environ.get("RAPIDRAID_CONFIG") or None
+    if config is not None:
+        return Path(config)
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    user = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    candidates = [Path("rapidraid.toml"), user / "rapidraid" / "rapidraid.toml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    tried = ", ".join(str(candidate) for candidate in candidates)
+    raise NotFoundError(f"there is no configuration of a client: looked for {tried}", "pass config=, or use rapidraid.local_cluster()")
+
+
+class _Group:
+    """The ranks of the launch. Collectives are used to agree on the launch, and in ``prepare``."""
+
+    def __init__(self, group: Any) -> None:
+        torch = sys.modules.get("torch")
+        distributed = getattr(torch, "distributed", None)
+        self.distributed = distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+        self.group = group
+        self.rank = self.distributed.get_rank(group) if self.distributed else 0
+        self.world = self.distributed.get_world_size(group) if self.distributed else 1
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Returns what each rank gave."""
+        if self.distributed is None or self.world == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world
+        self.distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+
+class Checkpointer:
+    """Saves and loads the state of one job.
+
+    Args:
+        job: The job's name: 1 to 128 letters, digits, ``.``, ``_`` or ``-``.
+        config: The client's configuration file. Default: ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, or the user's.
+        group: The process group of the launch. Default: the default group, when there is one.
+        keep: How many committed steps are kept; older ones are removed after each commit. Default: all.
+        when_full: What ``save`` does while both segments hold steps that are not committed: ``"wait"`` for one, ``"skip"`` the step, or
+            raise (``"error"``).
+        abandon_later: Remove committed steps that are later than the one that was loaded, at the first save.
+        save_on: Signals that set :attr:`should_stop`, for preemption.
+        start: Start a staging daemon when none answers.
+        allow_pickle: Store and load objects that are no plain values by ``pickle``. Loading a pickle runs code that it names.
+        timeout: How long a call may wait for the daemon, in seconds.
+
+    """
+
+    def __init__(
+        self,
+        job: str,
+        *,
+        config: str | os.PathLike[str] | None = None,
+        group: Any = None,
+        keep: int | None = None,
+        when_full: Literal["wait", "skip", "error"] = "wait",
+        abandon_later: bool = False,
+        save_on: signal.Signals | tuple[signal.Signals, ...] = (),
+        start: bool = True,
+        allow_pickle: bool = False,
+        timeout: float = 120.0,
+    ) -> None:
+        if when_full not in ("wait", "skip", "error"):
+            raise InvalidError(f"when_full={when_full!r}", 'it is "wait", "skip" or "error"')
+        if keep is not None and keep < 1:
+            raise InvalidError(f"keep={keep}", "it is at least 1, or None to keep all steps")
+        self.job = job
+        self.timeout = timeout
+        self.when_full = when_full
+        self.allow_pickle = allow_pickle
+        #: Set by a signal of ``save_on``: save once more, and end.
+        self.should_stop = False
+        #: Where the time of the last save went.
+        self.last_stall = Stall()
+        self._keep = keep or 0
+        self._group = _Group(group)
+        self._config = find_config(config)
+        self._start = start
+        self._session = connect(self._config, timeout, start)
+        self._launch, self._born_ns = self._agree()
+        self._loads = 0
+        self._loaded: int | None = None
+        self._newest_seen: int | None = None
+        self._abandon_later = abandon_later
+        self._plan: Plan | None = None
+        self._saved: list[int] = []
+        _sessions.add(self)
+        for number in (save_on,) if isinstance(save_on, signal.Signals) else save_on:
+            signal.signal(number, self._on_signal)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the launch."""
+        return self._group.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of the launch."""
+        return self._group.world
+
+    def _agree(self) -> tuple[str, int]:
+        """Draws the launch's id on rank 0 and gives it to all; all ranks must be on one host."""
+        mine = (secrets.token_hex(16), _native.boot_ns(), self._session.instance, self._session.cluster)
+        found = self._group.gather(mine)
+        launch, born_ns, instance, cluster = found[0]
+        for rank, (_, _, other, other_cluster) in enumerate(found):
+            if other_cluster != cluster:
+                raise InvalidError(f"rank 0 saves to cluster {cluster}, rank {rank} to {other_cluster}", "give all ranks one configuration")
+            if other != instance:
+                raise InvalidError(
+                    f"rank {rank} has another staging folder than rank 0 (launch {launch})",
+                    "all ranks of a job must run on one host and share its staging folder",
+                )
+        return launch, born_ns
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self.should_stop = True
+        log.warning("signal %s: save once more, then end", signal.Signals(number).name)
+
+    def prepare(self, state: Mapping[Any, Any]) -> None:
+        """Reserves memory for ``state`` and compares its layout between the ranks. All ranks must call it.
+
+        ``save`` calls it the first time; call it earlier so that no training step waits for it, and again when the layout has changed.
+        """
+        flat = flatten(state, self.world)
+        for warning in flat.warnings:
+            log.warning("%s", warning)
+        plan = make_plan(flat, self.rank, self.world, self._group.gather, self.allow_pickle)
+        self._prepare(plan)
+
+    def _prepare(self, plan: Plan) -> None:
+        self._plan = None
+        count = self._session.prepare(
+            self.job,
+            self._launch,
+            self.world,
+            self.rank,
+            segment_bytes=plan.segment_bytes,
+            launch_bytes=plan.launch_bytes,
+            born_ns=self._born_ns,
+            loaded=self._loaded,
+            newest_seen=self._newest_seen,
+            abandon_later=self._abandon_later,
+            keep=self._keep,
+            timeout=self.timeout,
+        )
+        for at in range(count):
+            plan.add_segment(self._session.segment(at))
+        self._plan = plan
+
+    def save(self, step: int, state: Mapping[Any, Any]) -> bool:
+        """Copies ``state`` into shared memory and returns; the daemon saves it as ``step`` from there.
+
+        Returns whether the step was staged: ``False`` only with ``when_full="skip"``. What went wrong with earlier saves is raised here.
+        """
+        self._raise_notices()
+        if self._plan is None:
+            self.prepare(state)
+        plan = self._plan
+        assert plan is not None
+        stall = Stall()
+        begun = time.perf_counter()
+        sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+        stall.traversal = time.perf_counter() - begun
+        begun = time.perf_counter()
+        at, fill = self._fill(step, plan)
+        stall.waiting = time.perf_counter() - begun
+        if at is None:
+            return False
+        try:
+            begun = time.perf_counter()
+            samples = plan.copy(at, sources, self._launch, step)
+            stall.copy = time.perf_counter() - begun
+        except BaseException as error:
+            self._session.give_up(step, fill, f"{type(error).__name__}: {error}", 5.0)
+            raise
+        begun = time.perf_counter()
+        self._session.stage(step, at, fill, plan.writer, samples, self.timeout)
+        stall.socket = time.perf_counter() - begun
+        self.last_stall = stall
+        self._saved.append(step)
+        return True
+
+    def _fill(self, step: int, plan: Plan) -> tuple[int | None, str]:
+        waited = time.monotonic()
+        try:
+            at, fill, count = self._session.fill(step, self.timeout if self.when_full == "wait" else 0.0)
+        except NotFoundError:
+            # The daemon was started anew and has given this rank's memory to nobody yet.
+            self._prepare(plan.again())
+            at, fill, count = self._session.fill(step, self.timeout)
+        except DeadlineError as error:
+            if self.when_full == "skip":
+                log.warning("step %d is skipped: %s", step, error.message)
+                return None, ""
+            if self.when_full == "error":
+                raise BusyError(error.message, 'wait for earlier steps, or pass when_full="wait"') from None
+            raise
+        waited = time.monotonic() - waited
+        if waited > 0.1:
+            log.info("step %d waited %.2f s for a free segment", step, waited)
+        active = self._plan
+        assert active is not None
+        while active.segments < count:
+            active.add_segment(self._session.segment(active.segments))
+        return at, fill
+
+    def wait(self, step: int | None = None, timeout: float | None = None) -> list[str]:
+        """Waits until ``step`` (default: the last one that was saved) is committed. Returns things worth knowing about its save."""
+        if step is None:
+            if not self._saved:
+                return []
+            step = self._saved[-1]
+        save, notes = self._session.wait(step, self.timeout if timeout is None else timeout)
+        for note in notes:
+            log.warning("step %d: %s", step, note)
+        log.debug("step %d is committed as save %s", step, save)
+        return notes
+
+    def _raise_notices(self) -> None:
+        """Raises the first failure that the daemon tells of and logs everything once."""
+        first: RapidraidError | None = None
+        for step, failure, warning in self._session.notices(self.timeout):
+            if failure is None:
+                log.warning("step %d: %s", step, warning)
+                continue
+            error = of_code(*failure)
+            log.error("step %d was not saved: %s", step, error)
+            first = first or error
+        if first is not None:
+            raise first
+
+    def load(
+        self,
+        state: Mapping[Any, Any],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: Callable[[str], bool] | None = None,
+        cast: bool = False,
+        private: Private | None = None,
+        offline: bool = False,
+        timeout: float | None = None,
+    ) -> int | None:
+        """Loads ``step`` (default: the resume point) into ``state``, in place. Returns the step, or ``None`` when the job has none.
+
+        Args:
+            state: The same structure as was saved. What has no place yet, such as the state of a fresh optimizer, is created.
+            step: The step.
+            strict: Raise when the checkpoint has names that the state does not have, or the other way round.
+            include: Load only names for which it returns true.
+            cast: Convert element types where they differ.
+            private: What to do when the launch that saved had another number of ranks: ``"skip"`` leaves private state as it is; a function
+                gives for each rank the rank whose private state it takes.
+            offline: Take what is in this host's memory when the cluster does not answer.
+            timeout: How long it may take, in seconds. Default: ten times that of the checkpointer.
+
+        """
+        limit = self.timeout * 10 if timeout is None else timeout
+        self._loads += 1
+        choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
+        for last in (False, True):
+            loaded = self._session.load(self.job, step=step, launch=self._launch, number=self._loads, offline=offline, timeout=limit)
+            if loaded is None:
+                return None
+            damaged = load_into(loaded, state, self.rank, self.world, choices)
+            number, newest = loaded.number, loaded.newest_committed
+            self._session.release(loaded, damaged)
+            if damaged is None:
+                break
+            if last:
+                from .errors import CorruptError
+
+                raise CorruptError(f"{damaged} is damaged", "load an older step")
+            log.warning("%s is damaged in this host's memory: step %d is loaded again", damaged, number)
+        self._loaded, self._newest_seen = number, newest
+        if newest is not None and newest > number:
+            log.warning(
+                "step %d was loaded, and later steps up to %d are committed: the first save is refused unless abandon_later=True",
+                number,
+                newest,
+            )
+        return number
+
+    def read(self, step: int | None, name: str, *, timeout: float | None = None) -> Any:
+        """Returns one entry of a step by its name, such as ``model/layers.0.weight``; private entries as ``rank 3: rng/torch``."""
+        limit = self.timeout * 10 if timeout is None else timeout
+        loaded = self._session.load(self.job, step=step, timeout=limit)
+        if loaded is None:
+            raise NotFoundError(f"{self.job} has no step", "save one first")
+        try:
+            return read_one(loaded, name, self.allow_pickle)
+        finally:
+            self._session.release(loaded)
+
+    def latest(self) -> int | None:
+        """Returns the newest committed step."""
+        steps = self.steps()
+        return steps[-1].step if steps else None
+
+    def steps(self) -> list[Info]:
+        """Returns the committed steps, the oldest first."""
+        return [Info(*info) for info in self._session.steps(self.job, self.timeout)]
+
+    def remove(self, step: int) -> None:
+        """Removes a committed step."""
+        self._session.remove(self.job, step, self.timeout)
+
+    def close(self) -> None:
+        """Waits for the commit of what was saved last, and ends the session."""
+        try:
+            self.wait()
+        finally:
+            self._session.forget()
+            self._plan = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            # What is staged is saved without this process; it only says what it knows.
+            self.wait(timeout=0.0)
+        except RapidraidError as reason:
+            log.warning("not known to be committed at exit: step %s: %s", self._saved[-1] if self._saved else "-", reason.message)
+        finally:
+            self._session.forget()
+
+
+_sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for checkpointer in list(_sessions):
+        checkpointer._session.forget()
+        checkpointer._plan = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Checkpointer", "ExistsError", "Info", "Stall"]

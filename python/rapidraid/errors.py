@@ -1,0 +1,133 @@
+"""The exceptions of the package: one tree, one class for each kind of failure.
+
+Every exception has a ``hint``: what to do next, where the message does not say it.
+"""
+
+from __future__ import annotations
+
+
+class RapidraidError(Exception):
+    """The base of all exceptions of the package."""
+
+    #: What to do next; may be empty.
+    hint: str
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} (hint: {self.hint})" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[type[RapidraidError], tuple[str, str]]:
+        return type(self), (self.message, self.hint)
+
+
+class InvalidError(RapidraidError, ValueError):
+    """The request itself is wrong: changing it is the only help."""
+
+
+class ForkedError(InvalidError):
+    """A forked child used the Checkpointer of its parent."""
+
+
+class NotFoundError(RapidraidError, LookupError):
+    """There is no such step, name or segment."""
+
+
+class ExistsError(RapidraidError):
+    """The step is saved already, or somebody else is at it."""
+
+
+class DeniedError(RapidraidError, PermissionError):
+    """The staging daemon or the cluster is not for this process."""
+
+
+class FencedError(RapidraidError):
+    """A newer launch writes for the job: this process should end."""
+
+
+class UnavailableError(RapidraidError, ConnectionError):
+    """The other side cannot be reached, or has lost what was being filled: try again."""
+
+
+class NoDaemonError(UnavailableError):
+    """No staging daemon answers on this host."""
+
+
+class StaleError(UnavailableError):
+    """What was being loaded was replaced in memory meanwhile: load once more."""
+
+
+class BusyError(RapidraidError):
+    """Memory is short now."""
+
+
+class DeadlineError(RapidraidError, TimeoutError):
+    """A deadline passed."""
+
+
+class CorruptError(RapidraidError):
+    """Bytes are not what they should be. They were not used."""
+
+
+class LostError(RapidraidError):
+    """Too much is lost to go on."""
+
+
+class SystemError_(RapidraidError, OSError):
+    """The operating system refused."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        RapidraidError.__init__(self, message, hint)
+
+
+class InternalError(RapidraidError):
+    """A defect of rapidraid: please report it with its message."""
+
+
+_KINDS: dict[str, type[RapidraidError]] = {
+    "invalid": InvalidError,
+    "forked": ForkedError,
+    "not_found": NotFoundError,
+    "exists": ExistsError,
+    "denied": DeniedError,
+    "fenced": FencedError,
+    "unavailable": UnavailableError,
+    "no_daemon": NoDaemonError,
+    "stale": StaleError,
+    "busy": BusyError,
+    "timeout": DeadlineError,
+    "corrupt": CorruptError,
+    "lost": LostError,
+    "io": SystemError_,
+    "internal": InternalError,
+}
+
+#: The kinds in the order of their codes on the wire, from 1.
+_CODES = [
+    "invalid",
+    "not_found",
+    "exists",
+    "denied",
+    "fenced",
+    "unavailable",
+    "busy",
+    "timeout",
+    "corrupt",
+    "lost",
+    "io",
+    "internal",
+]
+
+
+def of_kind(kind: str, message: str, hint: str) -> RapidraidError:
+    """Returns the exception of a kind."""
+    return _KINDS.get(kind, InternalError)(message, hint)
+
+
+def of_code(code: int, message: str, hint: str) -> RapidraidError:
+    """Returns the exception of a kind by its code on the wire."""
+    kind = _CODES[code - 1] if 1 <= code <= len(_CODES) else "internal"
+    return of_kind(kind, message, hint)

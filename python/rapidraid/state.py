@@ -1,0 +1,367 @@
+"""From a training state to named leaves, and who of the ranks holds which part of each.
+
+A state is a (nested) dict of modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, tensors, arrays and plain values.
+:func:`flatten` walks it and returns its leaves in one order that is the same on all ranks. Who stores a leaf follows from what is
+declared, never from equal bytes:
+
+- tensors that are ``DTensor`` say their parts themselves;
+- parameters of modules under DDP or FSDP, and of any module in a world of one rank, are the same on all ranks;
+- what an optimizer keeps for a parameter goes with the parameter, and its settings are the same on all ranks;
+- :func:`replicated` and :func:`per_rank` declare anything else;
+- everything that is not declared is private to its rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _native
+from .errors import InvalidError
+
+#: A key of a path: 0 and a text, 1 and an integer, 2 and a position in a list.
+Key = tuple[int, str | int]
+Keys = tuple[Key, ...]
+
+#: Flags of a name, kept in the table.
+FLAG_ARRAY = 1
+FLAG_PICKLE = 2
+FLAG_PARAMETER = 4
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A part of a state with a declaration."""
+
+    value: Any
+    is_private: bool
+
+
+def per_rank(value: Any) -> Marked:
+    """Declares that ``value`` belongs to this rank alone: it is stored by each rank and never merged."""
+    return Marked(value, True)
+
+
+def replicated(value: Any) -> Marked:
+    """Declares that ``value`` is the same on all ranks: one of them stores it."""
+    return Marked(value, False)
+
+
+@dataclass
+class Leaf:
+    """One entry of a state."""
+
+    keys: Keys
+    value: Any
+    #: Whether the entry belongs to this rank alone.
+    is_private: bool
+    #: Puts a value that was loaded into its place; ``None`` for tensors that are filled in place.
+    put: Callable[[Any], None] | None = None
+    flags: int = 0
+    #: The parameter that an optimizer keeps this entry for, when it is a plain tensor.
+    like: Any = None
+
+
+@dataclass
+class Flat:
+    """A state as leaves, and what is to be done when all of them are loaded."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    finish: list[Callable[[dict[Keys, Any]], None]] = field(default_factory=list)
+    #: Prefixes below which names of a checkpoint are welcome though no leaf has them: their objects make what is missing.
+    open_below: list[Keys] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def show(keys: Keys) -> str:
+    """Returns a path as people read it."""
+    return _native.format_path(list(keys)) if keys else "the state"
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
+
+
+def is_tensor(value: Any) -> bool:
+    """Returns whether ``value`` is a tensor."""
+    torch = _torch()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_array(value: Any) -> bool:
+    """Returns whether ``value`` is a numpy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_module(value: Any) -> bool:
+    torch = _torch()
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _is_optimizer(value: Any) -> bool:
+    torch = _torch()
+    return torch is not None and isinstance(value, torch.optim.Optimizer)
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_same_everywhere(value: Any) -> bool:
+    """Returns whether an object is the same on all ranks by what it is: schedulers and scalers follow the optimizer."""
+    torch = _torch()
+    if torch is None:
+        return False
+    kinds: list[type] = [torch.optim.lr_scheduler.LRScheduler]
+    scaler = getattr(getattr(torch, "amp", None), "GradScaler", None)
+    if scaler is not None:
+        kinds.append(scaler)
+    return isinstance(value, tuple(kinds))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Returns whether ``value`` is a tensor that is spread over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def key_of(key: Any, where: Keys) -> Key:
+    """Returns a dict's key as a part of a path."""
+    if type(key) is str:
+        return 0, key
+    if type(key) is int:
+        return 1, key
+    raise InvalidError(
+        f"the dict at {show(where) or 'the top'} has the key {key!r} of type {type(key).__name__}",
+        "keys have to be texts or integers",
+    )
+
+
+def flatten(state: Mapping[Any, Any], world: int) -> Flat:
+    """Walks a state. ``world`` is the number of ranks of the launch."""
+    if not isinstance(state, Mapping):
+        raise InvalidError(f"a state is a dict, not {type(state).__name__}", 'pass {"model": model, "optimizer": optimizer}')
+    walk = _Walk(world)
+    walk.parameters = dict(_named_parameters(state))
+    walk.mapping((), state, None)
+    walk.flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
+    return walk.flat
+
+
+def _unwrap(module: Any) -> tuple[Any, bool]:
+    """Returns a module without its DDP wrapper, and whether its parameters are declared to be the same on all ranks."""
+    torch = _torch()
+    parallel = getattr(torch.nn.parallel, "DistributedDataParallel", None)
+    if parallel is not None and isinstance(module, parallel):
+        return module.module, True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = getattr(fsdp, "FSDPModule", None)
+    return module, sharded is not None and isinstance(module, sharded)
+
+
+def _named_parameters(state: Mapping[Any, Any]) -> Iterator[tuple[int, tuple[str, Any, bool]]]:
+    """Yields for each parameter of each module of a state its identity, its name, and whether it is declared replicated."""
+    for value in state.values():
+        if isinstance(value, Marked):
+            inner, declared = value.value, not value.is_private
+        else:
+            inner, declared = value, False
+        if _is_module(inner):
+            module, is_parallel = _unwrap(inner)
+            for name, parameter in module.named_parameters():
+                yield id(parameter), (name, parameter, declared or is_parallel)
+        elif isinstance(inner, Mapping):
+            yield from _named_parameters(inner)
+
+
+class _Walk:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.flat = Flat()
+        #: Parameters of the state's modules by identity.
+        self.parameters: dict[int, tuple[str, Any, bool]] = {}
+
+    def mapping(self, keys: Keys, mapping: Mapping[Any, Any], is_private: bool | None) -> None:
+        """Walks a dict. ``is_private`` is what a mark above it declares."""
+        if not mapping and keys:
+            self.leaf(keys, {}, is_private, None)
+        for key, value in mapping.items():
+            below = (*keys, key_of(key, keys))
+
+            def put(new: Any, key: Any = key) -> None:
+                mapping[key] = new  # type: ignore[index]
+
+            self.value(below, value, is_private, put)
+
+    def value(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
+        """Walks anything."""
+        if isinstance(value, Marked):
+            # A nearer mark wins over one above it. The value is put into the mark's place.
+            self.value(keys, value.value, value.is_private, None if put is None else _remark(put, value))
+        elif is_tensor(value) or is_array(value):
+            self.leaf(keys, value, is_private, put)
+        elif _is_module(value):
+            self.module(keys, value, is_private)
+        elif _is_optimizer(value):
+            self.optimizer(keys, value, is_private)
+        elif isinstance(value, Mapping):
+            if type(value) is dict or _has_arrays(value):
+                self.mapping(keys, value, is_private)
+            else:
+                self.leaf(keys, value, is_private, put)
+        elif isinstance(value, (list, tuple)) and _has_arrays(value):
+            self.sequence(keys, value, is_private, put)
+        elif _is_stateful(value):
+            self.stateful(keys, value, is_private)
+        else:
+            self.leaf(keys, value, is_private, put)
+
+    def leaf(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None, **more: Any) -> None:
+        """Adds a leaf. What nobody declared is private, unless it says its parts itself."""
+        private = not is_dtensor(value) if is_private is None else is_private
+        self.flat.leaves.append(Leaf(keys, value, private, put, **more))
+
+    def sequence(self, keys: Keys, items: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
+        """Walks a list or tuple that has tensors in it. A tuple is made anew when it is loaded."""
+        loaded = list(items)
+        self.leaf((*keys, (0, "__sequence__")), [type(items).__name__, len(loaded)], is_private, None)
+        for at, item in enumerate(loaded):
+
+            def place(new: Any, at: int = at) -> None:
+                if isinstance(items, list):
+                    items[at] = new
+                else:
+                    loaded[at] = new
+                    if put is not None:
+                        put(type(items)(loaded))
+
+            self.value((*keys, (2, at)), item, is_private, place)
+
+    def module(self, keys: Keys, wrapped: Any, is_private: bool | None) -> None:
+        """Walks a module: its parameters and buffers are filled in place."""
+        module, is_parallel = _unwrap(wrapped)
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        if is_private is None and not is_parallel and self.world > 1:
+            self.flat.warnings.append(
+                f"{show(keys)} is a plain module in a world of {self.world} ranks: each rank stores its own copy. "
+                "Wrap it in rapidraid.replicated() if it is the same on all ranks"
+            )
+        extra: dict[str, Any] = {}
+        for name, value in module.state_dict().items():
+            below = (*keys, (0, name))
+            if is_tensor(value):
+                is_parameter = name in parameters
+                private = is_private
+                if private is None:
+                    # Buffers are not synchronised by DDP and FSDP after the step that changed them.
+                    private = self.world > 1 and not (is_parallel and is_parameter)
+                    private = private and not is_dtensor(value)
+                self.leaf(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
+            else:
+                extra[name] = value
+                self.value(below, value, is_private if is_private is not None or self.world > 1 else False, _setter(extra, name))
+        if extra:
+            self.flat.finish.append(lambda _: module.load_state_dict(extra, strict=False))
+
+    def optimizer(self, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
+        """Walks an optimizer: its state is named by parameter when its module is in the state too, otherwise by position."""
+        names: dict[int, tuple[str, Any, bool]] = {}
+        position = 0
+        is_named = all(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"])
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            members: list[str | int] = []
+            for parameter in group["params"]:
+                name, _, declared = self.parameters.get(id(parameter), ("", parameter, False))
+                names[id(parameter)] = (name if is_named else str(position), parameter, declared)
+                members.append(name if is_named else position)
+                position += 1
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
+        declared_all = all(declared or is_dtensor(p) for _, p, declared in names.values())
+        default = is_private if is_private is not None else self.world > 1 and not declared_all
+        loaded_groups: list[dict[str, Any]] = [dict(group) for group in groups]
+        for at, group in enumerate(groups):
+            for key, value in group.items():
+                below = (*keys, (0, "groups"), (2, at), (0, key))
+                self.value(below, value, default, _setter(loaded_groups[at], key))
+        for _parameter_id, (name, parameter, declared) in names.items():
+            entries = optimizer.state.get(parameter, {})
+            label: Key = (0, name) if is_named else (1, int(name))
+            for key, value in entries.items():
+                below = (*keys, (0, "state"), label, (0, key))
+                private = is_private
+                if private is None:
+                    private = self.world > 1 and not (declared or is_dtensor(parameter)) and not is_dtensor(value)
+                self.leaf(below, value, private, _setter(entries, key), like=parameter)
+        self.flat.open_below.append((*keys, (0, "state")))
+        self.flat.finish.append(lambda found: _finish_optimizer(optimizer, keys, names, is_named, loaded_groups, found))
+
+    def stateful(self, keys: Keys, value: Any, is_private: bool | None) -> None:
+        """Walks an object that gives and takes a dict."""
+        inner = value.state_dict()
+        if not isinstance(inner, Mapping):
+            raise InvalidError(f"state_dict() of {show(keys)} returned {type(inner).__name__}", "it has to return a dict")
+        declared = False if is_private is None and _is_same_everywhere(value) else is_private
+        inner = dict(inner)
+        self.mapping(keys, inner, declared)
+        self.flat.open_below.append(keys)
+        self.flat.finish.append(lambda found: value.load_state_dict(_with_found(inner, keys, found)))
+
+
+def _remark(put: Callable[[Any], None], mark: Marked) -> Callable[[Any], None]:
+    return lambda new: put(Marked(new, mark.is_private))
+
+
+def _setter(into: dict[Any, Any], key: Any) -> Callable[[Any], None]:
+    def put(new: Any) -> None:
+        into[key] = new
+
+    return put
+
+
+def _has_arrays(value: Any) -> bool:
+    """Returns whether a container has a tensor, an array or an object with a state in it."""
+    items = value.values() if isinstance(value, Mapping) else value
+    return any(
+        is_tensor(item)
+        or is_array(item)
+        or isinstance(item, Marked)
+        or (_is_stateful(item) and not isinstance(item, type))
+        or (isinstance(item, (Mapping, list, tuple)) and _has_arrays(item))
+        for item in items
+    )
+
+
+def _with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> dict[Any, Any]:
+    """Adds what a checkpoint has below ``keys`` and the object had not."""
+    for path, value in found.items():
+        if path[: len(keys)] != keys:
+            continue
+        into = inner
+        for _, key in path[len(keys) : -1]:
+            into = into.setdefault(key, {})
+        into[path[-1][1]] = value
+    return inner
+
+
+def _finish_optimizer(
+    optimizer: Any,
+    keys: Keys,
+    names: dict[int, tuple[str, Any, bool]],
+    is_named: bool,
+    groups: list[dict[str, Any]],
+    found: dict[Keys, Any],
+) -> None:
+    """Puts the settings of the groups in place, and makes state that the optimizer did not have yet."""
+    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in loaded.items() if key != "params"})
+    by_name = {name if is_named else int(name): parameter for name, parameter, _ in names.values()}
+    prefix = (*keys, (0, "state"))
+    for path, value in found.items():
+        if path[: len(prefix)] == prefix and len(path) == len(prefix) + 2:
+            parameter = by_name.get(path[-2][1])
+            if parameter is not None:
+                optimizer.state[parameter][path[-1][1]] = value

@@ -1,0 +1,250 @@
+"""Tensors and arrays as the store knows them: element type, shape, and the boxes that this rank holds."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidError
+from .state import is_array, is_dtensor, is_tensor
+
+#: Start and size of a box.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor on this rank, and the local tensor or view of it that holds its elements."""
+
+    #: ``None``: the tensor is whole.
+    box: Box | None
+    local: Any
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor as it is declared."""
+
+    element: str
+    bits: int
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def len_bytes(self) -> int:
+        """Bytes of the pieces of this rank."""
+        return sum(nbytes(piece.local) for piece in self.pieces)
+
+
+def nbytes(value: Any) -> int:
+    """Returns the bytes of a tensor's or array's elements."""
+    if is_array(value):
+        return int(value.nbytes)
+    return int(value.numel() * value.element_size())
+
+
+def refuse(name: str, why: str, hint: str) -> InvalidError:
+    """Returns the error for something that cannot be stored."""
+    return InvalidError(f"{name} cannot be stored: {why}", hint)
+
+
+def describe(name: str, value: Any) -> Described:
+    """Describes a tensor or array. Raises :class:`InvalidError` with its name for one that cannot be stored."""
+    if is_array(value):
+        kind = value.dtype
+        if kind.hasobject or kind.names is not None or kind.kind not in "biufc":
+            raise refuse(name, f"it is an array of {kind}", "convert it to numbers")
+        whole = Piece(None, value)
+        return Described(_numpy_name(kind), kind.itemsize * 8, tuple(value.shape), (whole,))
+    check(name, value)
+    shape = tuple(int(size) for size in value.shape)
+    if is_dtensor(value):
+        pieces = _pieces_of_dtensor(name, value, shape)
+        local = value.to_local()
+        return Described(element_of(local), local.element_size() * 8, shape, pieces)
+    return Described(element_of(value), value.element_size() * 8, shape, (Piece(None, value.detach()),))
+
+
+def element_of(tensor: Any) -> str:
+    """Returns the name of a tensor's element type."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _numpy_name(kind: Any) -> str:
+    return str(kind.newbyteorder("=").name)
+
+
+def check(name: str, tensor: Any) -> None:
+    """Refuses tensors whose elements are not plain memory; storing them would store zeros or nothing."""
+    torch = sys.modules["torch"]
+    if tensor.is_meta:
+        raise refuse(name, "it is on the meta device, so it has no content", "give it content first (to_empty, then load)")
+    if tensor.layout is not torch.strided:
+        raise refuse(name, f"its layout is {tensor.layout}", "store its indices and values as tensors of their own")
+    if tensor.is_quantized:
+        raise refuse(name, "it is quantized", "store int_repr(), scale and zero point")
+    if tensor.is_nested:
+        raise refuse(name, "it is a nested tensor", "store its values and offsets")
+    if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor") or (tensor.numel() > 0 and _is_lazy(tensor)):
+        raise refuse(name, f"it is a {type(tensor).__name__} without content", "materialise it first")
+
+
+def _is_lazy(tensor: Any) -> bool:
+    return getattr(tensor, "device", None) is not None and tensor.device.type in ("lazy", "xla")
+
+
+def _pieces_of_dtensor(name: str, tensor: Any, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise refuse(name, "it has a Partial placement, so no rank holds its values", "redistribute it first")
+    local = tensor.to_local().detach()
+    if tensor.device_mesh.get_coordinate() is None:
+        return ()
+    if hasattr(local, "__create_chunk_list__"):
+        chunks = tensor.__create_chunk_list__()
+        if len(chunks) != 1:
+            raise refuse(name, f"its local tensor is in {len(chunks)} chunks", "give it one chunk")
+        boxes = [(tuple(chunks[0].offsets), tuple(chunks[0].sizes))]
+        return tuple(Piece(box, local) for box in boxes)
+    runs = _local_runs(tensor, shape)
+    if any(sum(size for _, size in dim) != have for dim, have in zip(runs, local.shape, strict=True)):
+        raise refuse(name, f"its local tensor has the shape {tuple(local.shape)}, which its placements do not give", "see how it was made")
+    return tuple(_boxes(runs, local))
+
+
+def _local_runs(tensor: Any, shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+    """Returns for each dimension the runs of indices that this rank holds, in the order of the local tensor."""
+    torch = sys.modules["torch"]
+    indices = [torch.arange(size) for size in shape]
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    for at, placement in enumerate(tensor.placements):
+        dim = getattr(placement, "dim", None)
+        if placement.is_replicate() or dim is None:
+            continue
+        count, own = mesh.size(at), coordinate[at]
+        factor = getattr(placement, "split_factor", 1)
+        parts = [_chunk(part, count)[own] for part in _chunk(indices[dim], int(factor))]
+        indices[dim] = torch.cat(parts)
+    return [_runs(index.tolist()) for index in indices]
+
+
+def _chunk(index: Any, count: int) -> list[Any]:
+    """Cuts as ``torch.chunk`` does, with empty chunks at the end instead of none."""
+    torch = sys.modules["torch"]
+    chunks = list(torch.chunk(index, count)) if index.numel() else []
+    return chunks + [index[:0]] * (count - len(chunks))
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][0] + runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def _boxes(runs: list[list[tuple[int, int]]], local: Any) -> list[Piece]:
+    """Returns a box and the local view of it for each combination of runs."""
+    if any(not dim for dim in runs):
+        return []
+    pieces = [Piece(((), ()), local)]
+    for dim, dim_runs in enumerate(runs):
+        longer = []
+        for piece in pieces:
+            at = 0
+            for start, size in dim_runs:
+                assert piece.box is not None
+                view = piece.local.narrow(dim, at, size)
+                longer.append(Piece(((*piece.box[0], start), (*piece.box[1], size)), view))
+                at += size
+        pieces = longer
+    return pieces
+
+
+def volume(shape: tuple[int, ...]) -> int:
+    """Returns the number of elements of a shape."""
+    return math.prod(shape)
+
+
+def alias_key(value: Any) -> tuple[Any, ...] | None:
+    """Returns what makes two views one content: storage, offset, shape, strides and element type. ``None`` for what has no memory."""
+    if is_array(value):
+        return ("array", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str) if value.size else None
+    if not is_tensor(value) or value.numel() == 0:
+        return None
+    local = value.to_local() if is_dtensor(value) else value
+    if local.numel() == 0:
+        return None
+    flags = (local.is_conj(), local.is_neg())
+    storage = local.untyped_storage().data_ptr()
+    return (storage, local.storage_offset(), tuple(local.shape), local.stride(), str(local.dtype), flags, tuple(value.shape))
+
+
+def view_of(buffer: Any, offset: int, piece: Any) -> Any:
+    """Returns a tensor or array over ``buffer`` from ``offset`` on that has the shape and type of ``piece``."""
+    if is_array(piece):
+        numpy = sys.modules["numpy"]
+        kind = piece.dtype.newbyteorder("<")
+        return numpy.frombuffer(buffer, dtype=kind, count=piece.size, offset=offset).reshape(piece.shape)
+    torch = sys.modules["torch"]
+    count = piece.numel()
+    if count == 0:
+        return torch.empty(piece.shape, dtype=piece.dtype)
+    return torch.frombuffer(buffer, dtype=piece.dtype, count=count, offset=offset).view(piece.shape)
+
+
+def copy_all(targets: list[Any], sources: list[Any]) -> None:
+    """Copies each source into its target; tensors on one device go in one call."""
+    torch = sys.modules.get("torch")
+    tensors = [(to, source) for to, source in zip(targets, sources, strict=True) if not is_array(source)]
+    for to, source in zip(targets, sources, strict=True):
+        if is_array(source):
+            to[...] = source
+    if not tensors or torch is None:
+        return
+    with torch.no_grad():
+        torch._foreach_copy_([to for to, _ in tensors], [source for _, source in tensors])
+
+
+def address(value: Any) -> int:
+    """Returns where the memory of a contiguous tensor or array begins."""
+    return int(value.ctypes.data if is_array(value) else value.data_ptr())
+
+
+def is_fillable(value: Any) -> bool:
+    """Returns whether bytes can be copied straight into the memory of a tensor or array."""
+    if is_array(value):
+        return bool(value.flags.c_contiguous and value.flags.writeable and value.dtype.isnative)
+    return bool(value.device.type == "cpu" and value.is_contiguous() and not value.is_conj() and not value.is_neg())
+
+
+def scratch_like(value: Any) -> Any:
+    """Returns contiguous memory on the host of the shape and type of ``value``."""
+    if is_array(value):
+        numpy = sys.modules["numpy"]
+        return numpy.empty(value.shape, dtype=value.dtype.newbyteorder("="))
+    torch = sys.modules["torch"]
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+
+
+def put_scratch(value: Any, scratch: Any) -> None:
+    """Copies what was loaded beside a tensor or array into it."""
+    if is_array(value):
+        value[...] = scratch
+        return
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        value.copy_(scratch)
+
+
+def new_tensor(element: str, shape: list[int]) -> Any:
+    """Returns a tensor for what a checkpoint has and the state does not."""
+    torch = sys.modules["torch"]
+    kind = getattr(torch, element, None)
+    if not isinstance(kind, torch.dtype):
+        raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")
+    return torch.empty(shape, dtype=kind)

@@ -1,0 +1,349 @@
+//! The connection to the staging daemon, for Python.
+#![allow(clippy::disallowed_methods)] // a configuration lies outside any store
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use rapidraid::config::{ClientConfig, MAX_FILE_BYTES, Sources};
+use rapidraid::id::{FillId, IdError, Job, LaunchId, Step};
+use rapidraid::kind::Kind;
+use rapidraid::trainer::StagingError;
+use rapidraid::trainer::protocol::{Answer, Load, Place, Prepare, Request, Resumed, Sample};
+use rapidraid::trainer::segment::{HEADER_BYTES, Header, stage};
+use rapidraid::trainer::session::{Segment, Wait, default_dir};
+
+use crate::buffer::SegmentBuffer;
+use crate::errors::{of_staging, raise};
+use crate::loaded::LoadedStep;
+use crate::table::{TableWriter, table_error};
+
+/// The staging folder, the token's file, and the cluster.
+pub type StagingPlace = (PathBuf, Option<PathBuf>, String);
+
+/// Reads where the staging daemon is from a client's configuration.
+pub fn staging_place(py: Python<'_>, file: &Path) -> PyResult<StagingPlace> {
+    let failed = |kind, message: String| {
+        raise(py, kind, &message, "docs/configuration.md has every setting")
+    };
+    let read = std::fs::read(file);
+    let bytes =
+        read.map_err(|error| failed(Kind::NotFound, format!("{}: {error}", file.display())))?;
+    if bytes.len() > MAX_FILE_BYTES {
+        return Err(failed(Kind::Invalid, format!("{} is too long", file.display())));
+    }
+    let text = String::from_utf8(bytes)
+        .map_err(|_| failed(Kind::Invalid, format!("{} is not UTF-8", file.display())))?;
+    let env = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect();
+    let options = Default::default();
+    let sources = Sources { file, text: &text, env: &env, options: &options };
+    let config = ClientConfig::parse(sources).map_err(|e| failed(e.kind(), e.to_string()))?;
+    let cluster = config.membership.cluster;
+    let dir = config.staging.dir.unwrap_or_else(|| default_dir(cluster));
+    Ok((dir, config.staging.token, cluster.to_string()))
+}
+
+/// The segments of a rank and the session that they belong to.
+#[pyclass(module = "rapidraid._native")]
+pub struct Session {
+    session: rapidraid::trainer::session::Session,
+    place: Option<Place>,
+    segments: Vec<Arc<Segment>>,
+}
+
+/// Runs `work` while other threads of the interpreter run. Ctrl-C ends its waiting.
+pub(crate) fn waiting<T: Send>(
+    py: Python<'_>,
+    seconds: f64,
+    work: impl FnOnce(&mut Wait<'_>) -> Result<T, StagingError> + Send,
+) -> PyResult<T> {
+    let limit = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
+    let mut signal: Option<PyErr> = None;
+    let done = py.detach(|| {
+        let mut proceed = || match Python::attach(|py| py.check_signals()) {
+            Ok(()) => true,
+            Err(error) => {
+                signal = Some(error);
+                false
+            }
+        };
+        work(&mut Wait::new(limit, &mut proceed))
+    });
+    match (done, signal) {
+        (_, Some(signal)) => Err(signal),
+        (Ok(done), None) => Ok(done),
+        (Err(error), None) => Err(of_staging(py, &error)),
+    }
+}
+
+fn named<T: std::str::FromStr<Err = IdError>>(py: Python<'_>, text: &str) -> PyResult<T> {
+    text.parse().map_err(|error: IdError| raise(py, Kind::Invalid, &error.to_string(), ""))
+}
+
+/// What went wrong: step, kind or nothing, message, hint.
+type PyNotice = (u64, Option<PyErrParts>, String);
+type PyErrParts = (u32, String, String);
+
+#[pymethods]
+impl Session {
+    /// Connects to the daemon whose staging folder is `dir`.
+    #[new]
+    #[pyo3(signature = (dir, token=None, timeout=10.0))]
+    fn new(py: Python<'_>, dir: PathBuf, token: Option<PathBuf>, timeout: f64) -> PyResult<Self> {
+        let session = waiting(py, timeout, |wait| {
+            rapidraid::trainer::session::Session::connect(&dir, token.as_deref(), wait)
+        })?;
+        Ok(Self { session, place: None, segments: Vec::new() })
+    }
+
+    /// The staging folder's id.
+    #[getter]
+    fn instance(&self) -> String {
+        self.session.instance().to_string()
+    }
+
+    /// The cluster that the daemon saves to.
+    #[getter]
+    fn cluster(&self) -> String {
+        self.session.cluster().to_string()
+    }
+
+    /// The daemon's process.
+    #[getter]
+    fn daemon_pid(&self) -> u32 {
+        self.session.daemon_pid()
+    }
+
+    /// Makes segments for a rank of a launch. Returns how many.
+    #[pyo3(signature = (job, launch, world, rank, *, segment_bytes, launch_bytes, born_ns, loaded=None, newest_seen=None, abandon_later=false, keep=0, timeout=60.0))]
+    #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
+    fn prepare(
+        &mut self,
+        py: Python<'_>,
+        job: &str,
+        launch: &str,
+        world: u32,
+        rank: u32,
+        segment_bytes: u64,
+        launch_bytes: u64,
+        born_ns: u64,
+        loaded: Option<u64>,
+        newest_seen: Option<u64>,
+        abandon_later: bool,
+        keep: u32,
+        timeout: f64,
+    ) -> PyResult<usize> {
+        let place = Place { job: named(py, job)?, launch: named(py, launch)?, world, rank };
+        let (loaded, newest_seen) = (loaded.map(Step), newest_seen.map(Step));
+        let resumed = Resumed { loaded, newest_seen, abandon_later };
+        let prepare = Prepare {
+            place: place.clone(),
+            segment_bytes,
+            launch_bytes,
+            born_ns,
+            resumed,
+            keep,
+            limit_ms: 0,
+        };
+        // The old segments go first: their memory may be what the new ones need.
+        self.segments.clear();
+        let session = &mut self.session;
+        let made = waiting(py, timeout, |wait| session.prepare(&prepare, wait))?;
+        self.segments = made;
+        self.place = Some(place);
+        Ok(self.segments.len())
+    }
+
+    /// The data of a segment.
+    fn segment(&self, py: Python<'_>, at: usize) -> PyResult<SegmentBuffer> {
+        let segment = self.segments.get(at).cloned();
+        let segment =
+            segment.ok_or_else(|| raise(py, Kind::Invalid, "there is no such segment", ""))?;
+        Ok(SegmentBuffer::new(segment))
+    }
+
+    /// Asks which segment a step is to be written into. Returns its place, the filling's id, and how many segments there are now.
+    fn fill(
+        &mut self,
+        py: Python<'_>,
+        step: u64,
+        timeout: f64,
+    ) -> PyResult<(usize, String, usize)> {
+        let (session, segments) = (&mut self.session, &mut self.segments);
+        let (at, fill) = waiting(py, timeout, |wait| session.fill(Step(step), segments, wait))?;
+        Ok((at, fill.to_string(), self.segments.len()))
+    }
+
+    /// Says that a step is whole in a segment. Returns the length of its table in bytes.
+    #[pyo3(signature = (step, at, fill, table, samples, timeout))]
+    #[expect(clippy::too_many_arguments, reason = "the package passes them in one place")]
+    fn stage(
+        &mut self,
+        py: Python<'_>,
+        step: u64,
+        at: usize,
+        fill: &str,
+        table: &TableWriter,
+        samples: Vec<(String, [u8; 16])>,
+        timeout: f64,
+    ) -> PyResult<usize> {
+        let invalid = |what: &str| raise(py, Kind::Invalid, what, "");
+        let (bytes, end) = table.encode().map_err(|error| table_error(py, &error))?;
+        let segment = self.segments.get(at).ok_or_else(|| invalid("there is no such segment"))?;
+        let place = self.place.as_ref().ok_or_else(|| invalid("call prepare first"))?;
+        let fill: FillId = named(py, fill)?;
+        let header = Header {
+            segment: segment.id,
+            launch: place.launch,
+            world: place.world,
+            rank: place.rank,
+            step: Step(step),
+            fill,
+            table_offset: HEADER_BYTES + end,
+            table_bytes: bytes.len() as u64,
+        };
+        stage(&segment.map, header, &bytes).map_err(|error| {
+            raise(
+                py,
+                Kind::Invalid,
+                &format!("the table of step {step} does not fit into its segment: {error}"),
+                "call prepare again: the state has grown",
+            )
+        })?;
+        let samples = samples.into_iter().map(|(name, hash)| Sample { name, hash }).collect();
+        let request = Request::Staged { step: Step(step), segment: segment.id, fill, samples };
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| session.tell("the end of a save", &request, wait))?;
+        Ok(bytes.len())
+    }
+
+    /// Gives up filling a step.
+    fn give_up(
+        &mut self,
+        py: Python<'_>,
+        step: u64,
+        fill: &str,
+        why: String,
+        timeout: f64,
+    ) -> PyResult<()> {
+        let request = Request::GiveUp { step: Step(step), fill: named(py, fill)?, why };
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| session.tell("giving up a save", &request, wait))
+    }
+
+    /// Waits for the commit of a step. Returns the save's id and things worth knowing.
+    fn wait(&mut self, py: Python<'_>, step: u64, timeout: f64) -> PyResult<(String, Vec<String>)> {
+        let session = &mut self.session;
+        let request = |limit_ms| Request::Wait { step: Step(step), limit_ms };
+        let (answer, _) = waiting(py, timeout, |wait| {
+            session.ask_until("the commit", request, &mut |_| (), wait)
+        })?;
+        match answer {
+            Answer::Committed { save, notes } => Ok((save.to_string(), notes)),
+            _ => Err(raise(py, Kind::Internal, "the daemon gave another answer", "")),
+        }
+    }
+
+    /// Takes what went wrong since the last call.
+    fn notices(&mut self, py: Python<'_>, timeout: f64) -> PyResult<Vec<PyNotice>> {
+        let session = &mut self.session;
+        let (answer, _) =
+            waiting(py, timeout, |wait| session.ask("notices", &Request::Notices, wait))?;
+        let Answer::Notices(notices) = answer else {
+            return Err(raise(py, Kind::Internal, "the daemon gave another answer", ""));
+        };
+        let notice = |notice: rapidraid::trainer::protocol::Notice| {
+            let failure = notice.failure.map(|f| (f.code, f.message, f.hint));
+            (notice.step.0, failure, notice.warning)
+        };
+        Ok(notices.into_iter().map(notice).collect())
+    }
+
+    /// Opens a step for loading: the resume point, if none is named. `None` when there is none.
+    #[pyo3(signature = (job, *, step=None, launch=None, number=0, offline=false, on_progress=None, timeout=600.0))]
+    #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
+    fn load(
+        &mut self,
+        py: Python<'_>,
+        job: &str,
+        step: Option<u64>,
+        launch: Option<&str>,
+        number: u32,
+        offline: bool,
+        on_progress: Option<Py<PyAny>>,
+        timeout: f64,
+    ) -> PyResult<Option<LoadedStep>> {
+        let job: Job = named(py, job)?;
+        let launch: Option<LaunchId> = launch.map(|launch| named(py, launch)).transpose()?;
+        let launch = launch.map(|launch| (launch, number));
+        let load = Load { job, launch, step: step.map(Step), offline, limit_ms: 0 };
+        let session = &mut self.session;
+        let mut failed: Option<PyErr> = None;
+        let loaded = waiting(py, timeout, |wait| {
+            let mut told = |done: u64, total: u64| {
+                let Some(on_progress) = &on_progress else { return };
+                let called = Python::attach(|py| on_progress.call1(py, (done, total)).map(drop));
+                if let Err(error) = called {
+                    failed = Some(error);
+                }
+            };
+            session.load(&load, &mut told, wait)
+        });
+        match failed {
+            Some(error) => Err(error),
+            None => Ok(loaded?.map(LoadedStep::new)),
+        }
+    }
+
+    /// Ends a load. `damaged` names what did not have its hash.
+    #[pyo3(signature = (loaded, damaged=None, timeout=30.0))]
+    fn release(
+        &mut self,
+        py: Python<'_>,
+        loaded: &mut LoadedStep,
+        damaged: Option<String>,
+        timeout: f64,
+    ) -> PyResult<()> {
+        let Some(step) = loaded.take() else { return Ok(()) };
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| match damaged {
+            None => session.release(step, wait),
+            Some(name) => session.give_up_load(step, &StagingError::Corrupt { name }, wait),
+        })
+    }
+
+    /// The steps of a job: number, whether committed, whether in memory, bytes.
+    fn steps(
+        &mut self,
+        py: Python<'_>,
+        job: &str,
+        timeout: f64,
+    ) -> PyResult<Vec<(u64, bool, bool, u64)>> {
+        let request = Request::Steps { job: named(py, job)? };
+        let session = &mut self.session;
+        let (answer, _) = waiting(py, timeout, |wait| session.ask("the steps", &request, wait))?;
+        let Answer::Steps(steps) = answer else {
+            return Err(raise(py, Kind::Internal, "the daemon gave another answer", ""));
+        };
+        let step = |step: rapidraid::trainer::protocol::StepInfo| {
+            (step.step.0, step.is_committed, step.is_in_memory, step.len_bytes)
+        };
+        Ok(steps.into_iter().map(step).collect())
+    }
+
+    /// Removes a committed step.
+    fn remove(&mut self, py: Python<'_>, job: &str, step: u64, timeout: f64) -> PyResult<()> {
+        let request = Request::Remove { job: named(py, job)?, step: Step(step) };
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| session.tell("the removal", &request, wait))
+    }
+
+    /// Ends the session without a word to the daemon, for a forked child.
+    fn forget(&mut self) {
+        self.session.forget();
+        self.segments.clear();
+    }
+}

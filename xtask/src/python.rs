@@ -1,0 +1,116 @@
+//! The Python package: its environment for tests, its wheel, and its checks.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::cargo::cargo;
+
+/// The oldest interpreter for which the extension is built.
+const OLDEST: (u32, u32) = (3, 11);
+
+/// The environment in which the package is built and tested.
+pub struct Environment {
+    root: PathBuf,
+    venv: PathBuf,
+    /// Whether torch could be installed.
+    pub has_torch: bool,
+}
+
+/// Why the package cannot be tested here.
+pub enum Unable {
+    /// Something that it needs is not there.
+    Missing(String),
+    /// Something that should have worked did not.
+    Failed(anyhow::Error),
+}
+
+impl<E: Into<anyhow::Error>> From<E> for Unable {
+    fn from(error: E) -> Self {
+        Unable::Failed(error.into())
+    }
+}
+
+fn quiet(command: &mut Command) -> bool {
+    let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    status.is_ok_and(|status| status.success())
+}
+
+impl Environment {
+    /// Makes the environment, or finds it as it was made before.
+    pub fn make(root: &Path) -> Result<Self, Unable> {
+        let missing = |what: &str| Err(Unable::Missing(what.to_owned()));
+        let check = format!("import sys, venv, ensurepip; sys.exit(sys.version_info < {OLDEST:?})");
+        if !quiet(Command::new("python3").args(["-c", &check])) {
+            let (major, minor) = OLDEST;
+            return missing(&format!("there is no python3 of {major}.{minor} or later with venv"));
+        }
+        for tool in ["gcc", "readelf"] {
+            if !quiet(Command::new(tool).arg("--version")) {
+                return missing(&format!("{tool} is not installed"));
+            }
+        }
+        let venv = root.join("target/python/venv");
+        let mut make = Command::new("python3");
+        make.arg(root.join("python/tools/test_environment.py")).arg(&venv);
+        let status = make.status().context("cannot start python3")?;
+        let has_torch = match status.code() {
+            Some(0) => true,
+            Some(3) => false,
+            _ => {
+                return missing("the packages that the tests need cannot be installed (see above)");
+            }
+        };
+        Ok(Self { root: root.to_owned(), venv, has_torch })
+    }
+
+    /// A program of the environment, run in the package's folder.
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(self.venv.join("bin").join(program));
+        command.current_dir(self.root.join("python"));
+        command.env("VIRTUAL_ENV", &self.venv).env_remove("RAPIDRAID_CONFIG");
+        command
+    }
+
+    /// Builds the wheel of a profile, with the program in it, and returns its path.
+    pub fn wheel(&self, profile: &str) -> Result<PathBuf> {
+        let mut build = cargo();
+        build.args(["build", "--locked", "--package", "rapidraid", "--bin", "rapidraid"]);
+        run(build.args(["--profile", profile]).current_dir(&self.root))?;
+        let folder = if profile == "dev" { "debug" } else { profile };
+        let inside = self.root.join("python/rapidraid/_bin");
+        std::fs::create_dir_all(&inside).with_context(|| inside.display().to_string())?;
+        let (from, to) =
+            (self.root.join("target").join(folder).join("rapidraid"), inside.join("rapidraid"));
+        // Removed first: a daemon of an earlier run may still be running from it.
+        let _ = std::fs::remove_file(&to);
+        std::fs::copy(&from, &to).with_context(|| from.display().to_string())?;
+        run(Command::new("strip").arg(&to))?;
+        let out = self.root.join("target/python/wheels");
+        let _ = std::fs::remove_dir_all(&out);
+        let mut maturin = self.command("maturin");
+        maturin.args(["build", "--locked", "--quiet", "--profile", profile, "--out"]).arg(&out);
+        run(&mut maturin)?;
+        let wheels = std::fs::read_dir(&out).with_context(|| out.display().to_string())?;
+        let mut wheels = wheels.flatten().map(|entry| entry.path());
+        wheels.next().context("maturin made no wheel")
+    }
+
+    /// Installs a wheel over the one before it.
+    pub fn install(&self, wheel: &Path) -> Result<()> {
+        let mut pip = self.command("python");
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        run(pip.args(["--no-deps", "--force-reinstall"]).arg(wheel))
+    }
+}
+
+/// Runs a command that must succeed.
+pub fn run(command: &mut Command) -> Result<()> {
+    let line = format!("{command:?}");
+    let status = command.status().with_context(|| format!("cannot start {line}"))?;
+    if !status.success() {
+        bail!("{line} ({status})");
+    }
+    Ok(())
+}

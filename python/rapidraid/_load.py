@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from . import _native
 from .errors import InvalidError, NotFoundError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Keys, Leaf, flatten, is_array, is_tensor, show
+from .state import FLAG_ARRAY, FLAG_PICKLE, Keys, Leaf, Maker, flatten, is_array, is_tensor, show
 from .tensors import address, describe, is_fillable, nbytes, new_tensor, put_scratch, scratch_like
 
 #: A name of a checkpoint: rank or nothing, keys, kind, element type, bits, shape, flags.
@@ -75,8 +75,8 @@ def load_into(loaded: _native.LoadedStep, state: Mapping[Any, Any], rank: int, w
         key for key in names.rows
         if key not in used and key[0] in (None, source_rank) and (include is None or include(show(key[1])))
     ]  # fmt: skip
-    created = [key for key in extra if any(key[1][: len(prefix)] == prefix for prefix in flat.open_below)]
-    extra = [key for key in extra if key not in set(created) and (None, key[1]) not in used and (source_rank, key[1]) not in used]
+    makers = {key: maker for key in extra for prefix, maker in flat.open_below if key[1][: len(prefix)] == prefix}
+    extra = [key for key in extra if key not in makers and (None, key[1]) not in used and (source_rank, key[1]) not in used]
     if private == "skip":
         extra = [key for key in extra if key[0] is None]
     if strict:
@@ -90,8 +90,8 @@ def load_into(loaded: _native.LoadedStep, state: Mapping[Any, Any], rank: int, w
                 f"step {loaded.number} has {_few([show(keys) for _, keys in extra])}, for which the state has no place",
                 "add them to the state, pass strict=False, or include= to choose names",
             )
-    for key in created:
-        job.create(key[1], *names.rows[key])
+    for key, maker in makers.items():
+        job.create(key[1], maker, *names.rows[key])
     damaged = job.run()
     if damaged is None:
         for finish in flat.finish:
@@ -191,14 +191,13 @@ class _Job:
             self.held.append(into)
             self.targets.append((row, part, address(into), nbytes(into)))
 
-    def create(self, keys: Keys, row: int, name: Name) -> None:
-        """Plans a name for which the state has no leaf yet, and whose object will make one."""
+    def create(self, keys: Keys, maker: Maker, row: int, name: Name) -> None:
+        """Plans a name for which the state has no leaf yet, and whose object will take what is made here."""
         _, _, kind, element, _, shape, flags = name
         if kind == "tensor":
-            into = new_tensor(element, shape)
-            self.held.append(into)
-            self.targets.append((row, None, address(into), nbytes(into)))
-            self.created[keys] = into
+            made = maker(keys, element, shape)
+            self.add(Leaf(keys, made, False), row, name)
+            self.created[keys] = made
             return
         self._check_pickle(show(keys), flags)
         self.values.append((Leaf(keys, None, False, lambda value: self.created.__setitem__(keys, value)), row, flags))

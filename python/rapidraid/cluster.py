@@ -102,6 +102,17 @@ class LocalCluster:
         child.kill()
         child.wait()
 
+    def forget_memory(self) -> None:
+        """Loses the host's memory: the staging daemon and all that it holds, as when the host is replaced."""
+        if "staging" in self._children:
+            self.kill("staging")
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self.start_staging()
+
+    def command(self, *arguments: str) -> str:
+        """Runs a command of the program, such as ``archive job/7``, and returns what it prints."""
+        return _run([program(), *arguments, "--config", str(self.config)])
+
     @property
     def nodes(self) -> list[str]:
         """The names of the nodes that run."""

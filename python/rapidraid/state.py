@@ -64,14 +64,18 @@ class Leaf:
     like: Any = None
 
 
+#: Makes the tensor for a path that a checkpoint has and the state has not, from the element type and the shape.
+Maker = Callable[[Keys, str, list[int]], Any]
+
+
 @dataclass
 class Flat:
     """A state as leaves, and what is to be done when all of them are loaded."""
 
     leaves: list[Leaf] = field(default_factory=list)
     finish: list[Callable[[dict[Keys, Any]], None]] = field(default_factory=list)
-    #: Prefixes below which names of a checkpoint are welcome though no leaf has them: their objects make what is missing.
-    open_below: list[Keys] = field(default_factory=list)
+    #: Prefixes below which names of a checkpoint are welcome though no leaf has them, and what makes their tensors.
+    open_below: list[tuple[Keys, Maker]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -296,7 +300,8 @@ class _Walk:
                 if private is None:
                     private = self.world > 1 and not (declared or is_dtensor(parameter)) and not is_dtensor(value)
                 self.leaf(below, value, private, _setter(entries, key), like=parameter)
-        self.flat.open_below.append((*keys, (0, "state")))
+        parameters: dict[Key, Any] = {(0, name) if is_named else (1, int(name)): parameter for name, parameter, _ in names.values()}
+        self.flat.open_below.append(((*keys, (0, "state")), lambda path, element, shape: _like(parameters.get(path[-2]), element, shape)))
         self.flat.finish.append(lambda found: _finish_optimizer(optimizer, keys, names, is_named, loaded_groups, found))
 
     def stateful(self, keys: Keys, value: Any, is_private: bool | None) -> None:
@@ -307,8 +312,19 @@ class _Walk:
         declared = False if is_private is None and _is_same_everywhere(value) else is_private
         inner = dict(inner)
         self.mapping(keys, inner, declared)
-        self.flat.open_below.append(keys)
+        self.flat.open_below.append((keys, lambda _, element, shape: _like(None, element, shape)))
         self.flat.finish.append(lambda found: value.load_state_dict(_with_found(inner, keys, found)))
+
+
+def _like(parameter: Any, element: str, shape: list[int]) -> Any:
+    """Returns a tensor of what an object keeps for a parameter: laid out like the parameter when it has its shape."""
+    torch = sys.modules["torch"]
+    kind = getattr(torch, element, None)
+    if not isinstance(kind, torch.dtype):
+        raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")
+    if parameter is not None and list(parameter.shape) == list(shape) and shape:
+        return torch.empty_like(parameter.detach(), dtype=kind)
+    return torch.empty(shape, dtype=kind)
 
 
 def _remark(put: Callable[[Any], None], mark: Marked) -> Callable[[Any], None]:

@@ -15,8 +15,8 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[rapidraid.LocalCluster]:
-    """Six real daemons and a staging daemon."""
-    with rapidraid.local_cluster(settings={"code.list": "6,4"}) as running:
+    """Eight real daemons, so that a code of six pieces has two spare ones, and a staging daemon."""
+    with rapidraid.local_cluster(8, settings={"code.list": "6,4"}) as running:
         yield running
 
 

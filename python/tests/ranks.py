@@ -1,0 +1,85 @@
+"""Runs an example as a launch of several ranks, and again when a rank has died, as a supervisor does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LIMIT_S = 240
+
+
+def _free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+def once(
+    script: str, ranks: int, *arguments: str, on_line: Callable[[str], None] | None = None, env: dict[str, str] | None = None
+) -> tuple[int, list[str]]:
+    """Runs one launch. When a rank ends with an error the others are killed. Returns the first bad exit code and what was printed."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    lines: list[str] = []
+    lock = threading.Lock()
+    children: list[subprocess.Popen[str]] = []
+    codes: list[int] = []
+
+    def watch(child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            with lock:
+                lines.append(line.strip())
+                if on_line is not None:
+                    on_line(line.strip())
+        code = child.wait()
+        with lock:
+            codes.append(code)
+            if code != 0 and len([bad for bad in codes if bad]) == 1:
+                for other in children:
+                    other.kill()
+
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    threads = []
+    try:
+        for rank in range(ranks):
+            own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own))
+        threads = [threading.Thread(target=watch, args=(child,)) for child in children]
+        killer = threading.Timer(LIMIT_S, lambda: [child.kill() for child in children])
+        killer.start()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        killer.cancel()
+    finally:
+        for child in children:
+            child.kill()
+    return next((code for code in codes if code), 0), lines
+
+
+def launch(
+    script: str,
+    ranks: int,
+    *arguments: str,
+    restarts: int = 0,
+    on_line: Callable[[str], None] | None = None,
+    env: dict[str, str] | None = None,
+) -> tuple[int, list[str]]:
+    """Runs launches until one ends well, at most ``restarts`` more. Returns the last exit code and what all of them printed."""
+    lines: list[str] = []
+    code = 1
+    for _ in range(1 + restarts):
+        code, printed = once(script, ranks, *arguments, on_line=on_line, env=env)
+        lines += printed
+        if code == 0:
+            break
+    if code != 0:
+        print("\n".join(lines[-60:]))
+    return code, lines

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import _native
-from .errors import InvalidError, NotFoundError
+from .errors import CorruptError, InvalidError, NotFoundError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Keys, Leaf, Maker, flatten, is_array, is_tensor, show
 from .tensors import address, describe, is_fillable, nbytes, new_tensor, put_scratch, scratch_like
 
@@ -232,18 +232,26 @@ def read_one(loaded: _native.LoadedStep, name: str, allow_pickle: bool) -> Any:
     path = name
     if name.startswith("rank ") and ": " in name:
         number, path = name.removeprefix("rank ").split(": ", 1)
+        if not number.isdecimal():
+            raise InvalidError(f"{name} names no rank", "private entries are named like `rank 3: rng/torch`")
         rank = int(number)
-    found = loaded.find(rank, _native.parse_path(path))
-    if found is not None:
-        row, (_, _, kind, element, _, shape, flags) = found, loaded.names()[found]
-        if kind == "tensor":
-            into = new_tensor(element, shape)
-            damaged = loaded._copy([(row, None, address(into), nbytes(into))], _threads())
-            if damaged is not None:
-                raise InvalidError(f"{damaged} is damaged", "read another step")
-            return into.numpy() if flags & FLAG_ARRAY else into
-        if flags & FLAG_PICKLE and not allow_pickle:
-            raise InvalidError(f"{name} was stored by pickle", "pass allow_pickle=True if you trust who saved it")
-        content = loaded.content(row)
-        return pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)
-    raise NotFoundError(f"step {loaded.number} has no {name}", "`rapidraid show JOB/STEP --tensors` lists its names")
+    keys = _native.parse_path(path)
+    row = loaded.find(rank, keys)
+    if row is None and rank is None:
+        ranks = sorted({name[0] for name in loaded.names() if name[0] is not None and name[1] == list(keys)})
+        if len(ranks) > 1:
+            raise InvalidError(f"{path} is private to each of the ranks {ranks}", f"ask for `rank {ranks[0]}: {path}`")
+        row = loaded.find(ranks[0], keys) if ranks else None
+    if row is None:
+        raise NotFoundError(f"step {loaded.number} has no {name}", "`rapidraid show JOB/STEP --tensors` lists its names")
+    _, _, kind, element, _, shape, flags = loaded.names()[row]
+    if kind == "tensor":
+        into = new_tensor(element, shape)
+        damaged = loaded._copy([(row, None, address(into), nbytes(into))], _threads())
+        if damaged is not None:
+            raise CorruptError(f"{damaged} is damaged", "read another step")
+        return into.numpy() if flags & FLAG_ARRAY else into
+    if flags & FLAG_PICKLE and not allow_pickle:
+        raise InvalidError(f"{name} was stored by pickle", "pass allow_pickle=True if you trust who saved it")
+    content = loaded.content(row)
+    return pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)

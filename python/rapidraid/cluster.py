@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -112,6 +113,19 @@ class LocalCluster:
     def command(self, *arguments: str) -> str:
         """Runs a command of the program, such as ``archive job/7``, and returns what it prints."""
         return _run([program(), *arguments, "--config", str(self.config)])
+
+    def pause(self, name: str) -> None:
+        """Stops a node where it stands, as a machine that hangs."""
+        self._children[name].send_signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Lets a paused node go on."""
+        self._children[name].send_signal(signal.SIGCONT)
+
+    @property
+    def staging(self) -> Path:
+        """The staging folder."""
+        return self._staging
 
     @property
     def nodes(self) -> list[str]:

@@ -25,6 +25,9 @@ from .errors import InvalidError
 Key = tuple[int, str | int]
 Keys = tuple[Key, ...]
 
+#: The entry of a list or tuple with tensors in it that tells its type and its length.
+SEQUENCE: Key = (0, "__sequence__")
+
 #: Flags of a name, kept in the table.
 FLAG_ARRAY = 1
 FLAG_PICKLE = 2
@@ -60,8 +63,6 @@ class Leaf:
     #: Puts a value that was loaded into its place; ``None`` for tensors that are filled in place.
     put: Callable[[Any], None] | None = None
     flags: int = 0
-    #: The parameter that an optimizer keeps this entry for, when it is a plain tensor.
-    like: Any = None
 
 
 #: Makes the tensor for a path that a checkpoint has and the state has not, from the element type and the shape.
@@ -231,7 +232,12 @@ class _Walk:
     def sequence(self, keys: Keys, items: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
         """Walks a list or tuple that has tensors in it. A tuple is made anew when it is loaded."""
         loaded = list(items)
-        self.leaf((*keys, (0, "__sequence__")), [type(items).__name__, len(loaded)], is_private, None)
+
+        def grow(marker: Any) -> None:
+            if isinstance(items, list):
+                items.extend([None] * (marker[1] - len(items)))
+
+        self.leaf((*keys, SEQUENCE), [type(items).__name__, len(loaded)], is_private, grow)
         for at, item in enumerate(loaded):
 
             def place(new: Any, at: int = at) -> None:
@@ -240,7 +246,7 @@ class _Walk:
                 else:
                     loaded[at] = new
                     if put is not None:
-                        put(type(items)(loaded))
+                        put(type(items)(*loaded) if hasattr(items, "_fields") else type(items)(loaded))
 
             self.value((*keys, (2, at)), item, is_private, place)
 
@@ -299,9 +305,10 @@ class _Walk:
                 private = is_private
                 if private is None:
                     private = self.world > 1 and not (declared or is_dtensor(parameter)) and not is_dtensor(value)
-                self.leaf(below, value, private, _setter(entries, key), like=parameter)
+                self.value(below, value, private, _setter(entries, key))
         parameters: dict[Key, Any] = {(0, name) if is_named else (1, int(name)): parameter for name, parameter, _ in names.values()}
-        self.flat.open_below.append(((*keys, (0, "state")), lambda path, element, shape: _like(parameters.get(path[-2]), element, shape)))
+        prefix = (*keys, (0, "state"))
+        self.flat.open_below.append((prefix, lambda path, element, shape: _like(parameters.get(path[len(prefix)]), element, shape)))
         self.flat.finish.append(lambda found: _finish_optimizer(optimizer, keys, names, is_named, loaded_groups, found))
 
     def stateful(self, keys: Keys, value: Any, is_private: bool | None) -> None:
@@ -353,13 +360,25 @@ def _has_arrays(value: Any) -> bool:
 
 def _with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> dict[Any, Any]:
     """Adds what a checkpoint has below ``keys`` and the object had not."""
+    new: list[tuple[Any, Any]] = []
     for path, value in found.items():
-        if path[: len(keys)] != keys:
+        if path[: len(keys)] != keys or path[-1] == SEQUENCE:
             continue
-        into = inner
-        for _, key in path[len(keys) : -1]:
-            into = into.setdefault(key, {})
-        into[path[-1][1]] = value
+        into: Any = inner
+        try:
+            for depth, (_, key) in enumerate(path[len(keys) : -1], len(keys) + 1):
+                if (into.get(key) if isinstance(into, dict) else into[key]) is None:
+                    marker = found.get((*path[:depth], SEQUENCE))
+                    into[key] = {} if marker is None else [None] * marker[1]
+                    if marker is not None and marker[0] == "tuple":
+                        new.append((into, key))
+                into = into[key]
+            into[path[-1][1]] = value
+        except (TypeError, IndexError) as error:
+            raise InvalidError(f"{show(path)} has no place in the state: {error}", "load into a state of the same structure") from None
+    # The innermost come last, and are needed first.
+    for into, key in reversed(new):
+        into[key] = tuple(into[key])
     return inner
 
 
@@ -374,10 +393,7 @@ def _finish_optimizer(
     """Puts the settings of the groups in place, and makes state that the optimizer did not have yet."""
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
-    by_name = {name if is_named else int(name): parameter for name, parameter, _ in names.values()}
-    prefix = (*keys, (0, "state"))
-    for path, value in found.items():
-        if path[: len(prefix)] == prefix and len(path) == len(prefix) + 2:
-            parameter = by_name.get(path[-2][1])
-            if parameter is not None:
-                optimizer.state[parameter][path[-1][1]] = value
+    states = _with_found({}, (*keys, (0, "state")), found)
+    for name, parameter, _ in names.values():
+        if entries := states.get(name if is_named else int(name)):
+            optimizer.state[parameter].update(entries)

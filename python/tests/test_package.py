@@ -1,0 +1,73 @@
+"""The package itself: what it links, what its wheel contains, and its exceptions."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rapidraid
+from rapidraid import _native, _program, errors
+
+
+def test_the_extension_has_no_network_and_no_async_runtime() -> None:
+    """A trainer may fork: nothing in its process may have threads or sockets of its own."""
+    library = Path(_native.__file__)
+    symbols = subprocess.run(["readelf", "--dyn-syms", "-W", str(library)], capture_output=True, text=True, check=True).stdout
+    content = library.read_bytes()
+    for name in [b"tokio", b"quinn", b"rustls", b"sled"]:
+        assert name not in content, name
+    imported = set(re.findall(r"UND (\w+)", symbols))
+    assert "socket" in imported or "connect" in imported, "it talks to the daemon"
+    assert not imported & {"getaddrinfo", "sendto", "recvfrom", "epoll_create1", "pthread_atfork"}
+
+
+def test_the_program_is_in_the_package() -> None:
+    """`rapidraid` and `python -m rapidraid` are the program."""
+    done = subprocess.run([sys.executable, "-m", "rapidraid", "--version"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and done.stdout.startswith("rapidraid "), done.stderr
+    assert Path(_program.program()).is_file()
+    assert done.stdout.split()[1] == rapidraid.__version__
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    """Torch is an extra."""
+    code = "import sys, rapidraid; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_exceptions_are_one_tree() -> None:
+    """Each has a hint, can be sent to another process, and is what Python calls such an error too."""
+    for kind, python in [
+        ("invalid", ValueError),
+        ("not_found", LookupError),
+        ("denied", PermissionError),
+        ("unavailable", ConnectionError),
+        ("timeout", TimeoutError),
+        ("io", OSError),
+    ]:
+        error = errors.of_kind(kind, "it failed", "do this")
+        assert isinstance(error, rapidraid.RapidraidError) and isinstance(error, python)
+        assert str(error) == "it failed (hint: do this)"
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and (again.message, again.hint) == ("it failed", "do this")
+    assert type(errors.of_code(5, "", "")) is errors.FencedError
+    assert type(errors.of_code(99, "", "")) is errors.InternalError
+
+
+@pytest.mark.parametrize("content", [b"", b"\x0a\xff\xff\xff\xff\x0f", b"\x63", b"\x08\x01\xff", b"\x00\x00"])
+def test_hostile_values_are_refused(content: bytes) -> None:
+    """Nothing is run, nothing is allocated."""
+    with pytest.raises((errors.CorruptError, errors.InvalidError)):
+        _native.decode_value(content)
+
+
+def test_a_value_of_an_unknown_kind_is_refused() -> None:
+    """A newer package may know it."""
+    named = b"\x0d\x07unknown\x00"
+    with pytest.raises(errors.InvalidError, match="unknown kind"):
+        _native.decode_value(named)

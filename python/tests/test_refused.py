@@ -1,0 +1,288 @@
+"""What is wrong is refused with a message that names it and a hint, and nothing that was committed is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rapidraid
+from rapidraid import errors
+
+torch = pytest.importorskip("torch")
+
+
+def saved(cluster: rapidraid.LocalCluster, job: str, state: dict[str, Any], step: int = 1) -> rapidraid.Checkpointer:
+    """Returns a checkpointer that has committed a step."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    checkpointer.save(step, state)
+    checkpointer.wait()
+    return checkpointer
+
+
+def test_loads_that_do_not_fit(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Missing, extra, and otherwise shaped or typed: each is named, and nothing is changed."""
+    saved(cluster, job, {"a": torch.ones(2, 3), "b": torch.ones(4), "n": 5})
+
+    def load(state: dict[str, Any], **choices: Any) -> int | None:
+        return rapidraid.Checkpointer(job, config=cluster.config).load(state, **choices)
+
+    zero = {"a": torch.zeros(2, 3), "b": torch.zeros(4), "n": 0}
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({**zero, "c": torch.zeros(1)}, errors.NotFoundError, "does not have c"),
+        ({"a": zero["a"], "n": 0}, errors.InvalidError, "has b, for which the state has no place"),
+        ({**zero, "a": torch.zeros(3, 2)}, errors.InvalidError, r"a has the shape \[2, 3\] in step 1, and \[3, 2\] in the state"),
+        ({**zero, "b": torch.zeros(4, dtype=torch.float64)}, errors.InvalidError, "b is float32 in step 1, and float64 in the state"),
+        ({**zero, "n": torch.zeros(1)}, errors.InvalidError, "n is a plain value in step 1, and a tensor"),
+        ({**zero, "a": 1}, errors.InvalidError, "a is a tensor in step 1"),
+    ]
+    for state, kind, message in cases:
+        with pytest.raises(kind, match=message) as raised:
+            load(state)
+        assert isinstance(raised.value, rapidraid.RapidraidError) and raised.value.hint
+        assert not zero["a"].any() and not zero["b"].any() and zero["n"] == 0
+    assert load({"a": zero["a"], "new": torch.zeros(1)}, strict=False) == 1 and zero["a"].all()
+    wide = {"b": torch.zeros(4, dtype=torch.float64)}
+    assert load(wide, strict=False, cast=True) == 1 and wide["b"].all()
+    only = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    assert load(only, include=lambda name: name == "b") == 1 and only["b"].all() and not only["a"].any()
+
+
+def test_steps_that_are_not_there(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A job without a step loads nothing; a step that is not there is an error."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    assert checkpointer.load({"a": torch.zeros(1)}) is None
+    assert checkpointer.latest() is None and checkpointer.steps() == [] and checkpointer.wait() == []
+    with pytest.raises(errors.NotFoundError, match=f"{job}/7 is not committed"):
+        checkpointer.load({"a": torch.zeros(1)}, step=7)
+    with pytest.raises(errors.NotFoundError, match="has no nothing"):
+        saved(cluster, job, {"a": torch.ones(1)}).read(1, "nothing")
+    with pytest.raises(errors.InvalidError, match="job name"):
+        rapidraid.Checkpointer("a/b", config=cluster.config).load({})
+
+
+def test_a_step_is_saved_once(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """By this launch, and by one that loaded it."""
+    checkpointer = saved(cluster, job, {"a": torch.ones(2)})
+    with pytest.raises(errors.ExistsError, match="step 1 of .* is saved already"):
+        checkpointer.save(1, {"a": torch.ones(2)})
+    checkpointer.save(2, {"a": torch.ones(2)})
+    checkpointer.wait()
+    other = rapidraid.Checkpointer(job, config=cluster.config)
+    other.load({"a": torch.zeros(2)})
+    with pytest.raises(errors.ExistsError, match="step 1 of"):
+        other.save(1, {"a": torch.ones(2)})
+
+
+def test_later_steps_are_not_overwritten_unasked(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Whoever goes on from before them says so, and then they are gone."""
+    first = saved(cluster, job, {"a": torch.full((2,), 1.0)}, 10)
+    first.save(20, {"a": torch.full((2,), 2.0)})
+    first.save(30, {"a": torch.full((2,), 3.0)})
+    first.wait()
+    state = {"a": torch.zeros(2)}
+    careless = rapidraid.Checkpointer(job, config=cluster.config)
+    assert careless.load(state, step=10) == 10
+    with pytest.raises(errors.ExistsError, match="resumed from step 10, but later steps are there: 2 from 20 to 30"):
+        careless.save(15, state)
+    fresh = rapidraid.Checkpointer(job, config=cluster.config)
+    with pytest.raises(errors.ExistsError, match="resumed from nothing, but later steps are there: 3 from 10 to 30"):
+        fresh.save(5, state)
+    sure = rapidraid.Checkpointer(job, config=cluster.config, abandon_later=True)
+    assert sure.load(state, step=10) == 10
+    sure.save(15, state)
+    sure.wait()
+    assert [info.step for info in sure.steps()] == [10, 15]
+
+
+def test_an_older_launch_is_fenced(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Loading and listing disturb nobody; saving takes over for good."""
+    old = saved(cluster, job, {"a": torch.ones(2)})
+    new = rapidraid.Checkpointer(job, config=cluster.config)
+    new.load({"a": torch.zeros(2)})
+    assert new.latest() == 1
+    old.save(2, {"a": torch.ones(2)})
+    old.wait()
+    new.load({"a": torch.zeros(2)})
+    new.save(3, {"a": torch.ones(2)})
+    with pytest.raises(errors.FencedError, match="is over: a newer launch writes") as raised:
+        old.save(4, {"a": torch.ones(2)})
+    assert "end this process" in raised.value.hint
+    new.wait()
+    assert [info.step for info in new.steps()] == [1, 2, 3]
+
+
+def test_a_state_that_has_changed_says_so(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """What is new, gone or of another shape is named; `prepare` takes the state as it is now."""
+    checkpointer = saved(cluster, job, {"a": torch.ones(2), "b": torch.ones(3)})
+    for state, message in [
+        ({"a": torch.ones(2)}, "b was in the state"),
+        ({"a": torch.ones(2), "b": torch.ones(3), "c": 1}, "c is new"),
+        ({"a": torch.ones(5), "b": torch.ones(3)}, "a has another kind, shape or type"),
+    ]:
+        with pytest.raises(errors.InvalidError, match=message) as raised:
+            checkpointer.save(2, state)
+        assert "prepare(state)" in raised.value.hint
+    checkpointer.prepare({"a": torch.ones(5), "b": torch.ones(3)})
+    checkpointer.save(2, {"a": torch.ones(5), "b": torch.ones(3)})
+    checkpointer.wait()
+
+
+def test_no_daemon(tmp_path: Path, cluster: rapidraid.LocalCluster) -> None:
+    """The call ends, with what to do."""
+    config = cluster.config.with_name("nobody.toml")
+    config.write_text(cluster.config.read_text().replace("-staging", "-nobody"))
+    with pytest.raises(errors.NoDaemonError) as raised:
+        rapidraid.Checkpointer("job", config=config, start=False, timeout=2)
+    assert "rapidraid stage" in raised.value.hint
+    with pytest.raises(errors.NotFoundError, match="no-such-file"):
+        rapidraid.Checkpointer("job", config=tmp_path / "no-such-file.toml")
+
+
+def test_another_users_folder(cluster: rapidraid.LocalCluster, tmp_path: Path) -> None:
+    """A folder that others can enter is not trusted."""
+    config = cluster.config.with_name("open.toml")
+    config.write_text(cluster.config.read_text().replace(str(cluster.staging), str(tmp_path)))
+    os.chmod(tmp_path, 0o755)
+    with pytest.raises(errors.DeniedError, match="can be entered by others"):
+        rapidraid.Checkpointer("job", config=config)
+    if os.geteuid() == 0:
+        os.chmod(tmp_path, 0o700)
+        os.chown(tmp_path, 12345, -1)
+        with pytest.raises(errors.DeniedError, match="belongs to user 12345"):
+            rapidraid.Checkpointer("job", config=config)
+        os.chown(tmp_path, 0, -1)
+
+
+def test_memory_that_does_not_suffice(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """`prepare` fails, says what holds the memory, and leaves everything as it was."""
+    other = saved(cluster, f"{job}-other", {"a": torch.ones(1_000_000)})
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config, timeout=5)
+    with pytest.raises(errors.BusyError, match="staging memory is full") as raised:
+        checkpointer.prepare({"huge": torch.empty(5 << 30, dtype=torch.uint8)})
+    assert f"{job}-other has" in str(raised.value) and "staging.memory" in raised.value.hint
+    other.save(2, {"a": torch.ones(1_000_000)})
+    other.wait()
+
+
+@pytest.mark.parametrize("when_full", ["skip", "error"])
+def test_full_segments(cluster: rapidraid.LocalCluster, job: str, when_full: Any) -> None:
+    """With both segments under way the trainer decides."""
+    for node in cluster.nodes[3:]:
+        cluster.pause(node)
+    try:
+        checkpointer = rapidraid.Checkpointer(job, config=cluster.config, when_full=when_full)
+        state = {"a": torch.ones(1000)}
+        assert checkpointer.save(1, state) and checkpointer.save(2, state)
+        if when_full == "skip":
+            assert checkpointer.save(3, state) is False
+        else:
+            with pytest.raises(errors.BusyError, match="is being"):
+                checkpointer.save(3, state)
+    finally:
+        for node in cluster.nodes[3:]:
+            cluster.resume(node)
+    checkpointer.wait(2)
+    assert [info.step for info in checkpointer.steps()] == [1, 2]
+
+
+def test_a_failed_save_is_raised_once_by_the_next_call(cluster: rapidraid.LocalCluster, job: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that somebody else has committed meanwhile cannot be saved: that is said where the job hears it."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    checkpointer.save(1, {"a": torch.ones(4)})
+    checkpointer.wait()
+    (cluster.folder / "foreign.bin").write_bytes(b"foreign")
+    cluster.command("save", f"{job}/2", str(cluster.folder / "foreign.bin"))
+    checkpointer.save(2, {"a": torch.ones(4)})
+    with pytest.raises(errors.ExistsError, match="saving step 2"):
+        checkpointer.wait(2)
+    with pytest.raises(errors.ExistsError, match="saving step 2"):
+        checkpointer.save(3, {"a": torch.ones(4)})
+    assert len([record for record in caplog.records if "step 2 was not saved" in record.message]) == 1
+    checkpointer.save(3, {"a": torch.ones(4)})
+    checkpointer.wait()
+
+
+def test_a_checkpoint_that_no_trainer_saved(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Files are restored by the command line."""
+    (cluster.folder / "plain.bin").write_bytes(b"plain")
+    cluster.command("save", f"{job}/1", str(cluster.folder / "plain.bin"))
+    with pytest.raises(errors.InvalidError, match="was not saved by a trainer") as raised:
+        rapidraid.Checkpointer(job, config=cluster.config).load({"a": torch.zeros(1)})
+    assert "rapidraid restore" in raised.value.hint
+
+
+def test_interrupts_end_a_wait(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Ctrl-C while a call waits is KeyboardInterrupt, at once, and the checkpointer can be used afterwards."""
+    checkpointer = saved(cluster, job, {"a": torch.ones(4)})
+    for node in cluster.nodes[3:]:
+        cluster.pause(node)
+    try:
+        checkpointer.save(2, {"a": torch.ones(4)})
+        timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.wait(timeout=60)
+        assert time.monotonic() - begun < 20
+    finally:
+        for node in cluster.nodes[3:]:
+            cluster.resume(node)
+    checkpointer.wait(2)
+
+
+def test_a_forked_child_holds_nothing(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """It cannot use its parent's checkpointer, and its end is not taken for its parent's."""
+    checkpointer = saved(cluster, job, {"a": torch.ones(4)})
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/segments/" in line]
+            held = [fd for fd in os.listdir("/proc/self/fd") if "segments" in os.path.realpath(f"/proc/self/fd/{fd}")]
+            try:
+                checkpointer.save(2, {"a": torch.ones(4)})
+                said = "saved"
+            except errors.ForkedError as error:
+                said = str(error)
+            os.write(writer, f"{len(segments)} {len(held)} {said}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 4096).decode().startswith("0 0 this process was forked")
+    checkpointer.save(2, {"a": torch.ones(4)})
+    checkpointer.wait()
+
+
+def test_a_signal_asks_the_loop_to_end(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """`save_on` sets a flag that the loop polls."""
+    code = (
+        "import os, signal, sys, torch, rapidraid\n"
+        "c = rapidraid.Checkpointer(sys.argv[1], config=sys.argv[2], save_on=signal.SIGTERM)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert c.should_stop\n"
+        "c.save(1, {'a': torch.ones(2)}); c.wait(); print('saved')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, job, str(cluster.config)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "saved" in done.stdout, done.stderr
+
+
+def test_keep_removes_older_steps(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """After each commit the newest ones are left."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config, keep=2)
+    for step in range(1, 6):
+        checkpointer.save(step, {"a": torch.ones(4)})
+        checkpointer.wait()
+    until = time.monotonic() + 20
+    while [info.step for info in checkpointer.steps()] != [4, 5] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [info.step for info in checkpointer.steps()] == [4, 5]
+    checkpointer.remove(4)
+    assert checkpointer.latest() == 5

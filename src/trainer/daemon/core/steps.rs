@@ -176,6 +176,12 @@ impl Core {
         let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
         let state = self.segments.get(&segment).filter(|s| s.owner == member).map(|s| &s.state);
         if state == Some(&Use::Held(key.clone())) {
+            // Its header was read before it said so.
+            if let Some(found) = self.step_mut(&key)
+                && found.samples.get(&place.rank).is_none_or(Vec::is_empty)
+            {
+                found.samples.insert(place.rank, samples);
+            }
             return Ok(());
         }
         if state != Some(&Use::Filling(key.clone())) || self.step(&key).is_none() {
@@ -195,7 +201,7 @@ impl Core {
         Ok(())
     }
 
-    /// Counts a part of a step as staged.
+    /// Counts a part of a step as staged, unless the step was dropped meanwhile: then the segment is free, or filled with another step.
     pub fn hold_part(
         &mut self,
         key: &StepKey,
@@ -203,11 +209,15 @@ impl Core {
         segment: SegmentId,
         samples: Vec<Sample>,
     ) {
-        let mut len_bytes = 0;
-        if let Some(found) = self.segments.get_mut(&segment) {
-            found.state = Use::Held(key.clone());
-            len_bytes = found.len_bytes;
+        if self.step(key).is_none() {
+            return;
         }
+        let found = self.segments.get_mut(&segment);
+        let Some(found) = found.filter(|found| found.state == Use::Filling(key.clone())) else {
+            return;
+        };
+        found.state = Use::Held(key.clone());
+        let len_bytes = found.len_bytes;
         let Some(found) = self.step_mut(key) else { return };
         found.parts.insert(rank, segment);
         found.samples.insert(rank, samples);

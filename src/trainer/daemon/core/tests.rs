@@ -1,5 +1,7 @@
 //! The rules of docs/staging.md, one by one, without files and sockets.
 
+mod crashes;
+
 use super::*;
 use crate::trainer::protocol::Prepare;
 

@@ -1,0 +1,42 @@
+//! Races between requests, and what a crash between two effects leaves behind.
+
+use super::*;
+use crate::trainer::daemon::core::restore::RestoredStep;
+
+fn fresh(world: &mut World, launch_number: u8, ranks: u32) {
+    for rank in 0..ranks {
+        world.prepare(launch_number, rank, ranks).unwrap();
+    }
+    world.effects();
+}
+
+/// The place of each effect for which `is_it` holds.
+fn places(effects: &[Effect], is_it: impl Fn(&Effect) -> bool) -> Vec<usize> {
+    (0..).zip(effects).filter(|(_, effect)| is_it(effect)).map(|(at, _)| at).collect()
+}
+
+#[test]
+fn a_header_that_was_read_before_its_step_was_dropped_counts_no_more() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    let FillOutcome::Segment(segment, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    let key = world.key(1, 10).unwrap();
+    world.core.give_up(member(16), Step(10), fill, "why").unwrap();
+    world.core.hold_part(&key, 0, segment, Vec::new());
+    let FillOutcome::Segment(again, fill) = world.fill(16, 20).unwrap() else { panic!() };
+    assert_eq!(again, segment, "the segment is free: its step was dropped");
+    world.core.hold_part(&key, 0, segment, Vec::new());
+    world.core.staged(member(16), Step(20), again, fill, Vec::new()).unwrap();
+}
+
+#[test]
+fn samples_that_come_after_the_header_was_read_are_kept() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    let FillOutcome::Segment(segment, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    let key = world.key(1, 10).unwrap();
+    world.core.hold_part(&key, 0, segment, Vec::new());
+    let samples = vec![Sample { name: "w".into(), hash: [1; 16] }];
+    world.core.staged(member(16), Step(10), segment, fill, samples.clone()).unwrap();
+    assert_eq!(world.core.step(&key).unwrap().samples[&0], samples);
+}

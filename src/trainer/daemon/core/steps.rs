@@ -46,8 +46,9 @@ impl Core {
         {
             return Err(saved_twice(&place, step));
         }
+        let again = self.filling_segment(member, &place, step);
         self.went_on(member, &place, step);
-        let Some(segment) = self.free_segment(member) else {
+        let Some(segment) = again.or_else(|| self.free_segment(member)) else {
             return self.no_segment(member, segments_a_rank, is_unmapped);
         };
         let state = self.jobs.entry(place.job.clone()).or_default();
@@ -71,12 +72,24 @@ impl Core {
         Ok(FillOutcome::Segment(segment, fill))
     }
 
+    /// The segment into which the member fills the step already: it asks again when the answer was lost. With another one there would be
+    /// two segments of one rank that say the same of themselves.
+    fn filling_segment(&self, member: MemberId, place: &Place, step: Step) -> Option<SegmentId> {
+        let is_it = |segment: &super::Segment| match &segment.state {
+            Use::Filling(key) => (key.step, key.launch) == (step, place.launch),
+            _ => false,
+        };
+        let mut own = self.segments.iter().filter(|(_, segment)| segment.owner == member);
+        own.find(|(_, segment)| is_it(segment)).map(|(id, _)| *id)
+    }
+
     /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`.
     fn went_on(&mut self, member: MemberId, place: &Place, step: Step) {
-        let own = self.segments.values_mut().filter(|segment| segment.owner == member);
-        for segment in own {
-            if matches!(segment.state, Use::Filling(_)) {
+        let own = self.segments.iter_mut().filter(|(_, segment)| segment.owner == member);
+        for (id, segment) in own {
+            if matches!(&segment.state, Use::Filling(key) if key.step != step) {
                 segment.state = Use::Free;
+                self.effects.push(Effect::MarkFree(*id));
             }
         }
         let Some(state) = self.jobs.get(&place.job) else { return };

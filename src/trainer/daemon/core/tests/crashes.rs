@@ -40,3 +40,29 @@ fn samples_that_come_after_the_header_was_read_are_kept() {
     world.core.staged(member(16), Step(10), segment, fill, samples.clone()).unwrap();
     assert_eq!(world.core.step(&key).unwrap().samples[&0], samples);
 }
+
+#[test]
+fn a_step_that_is_asked_for_again_is_filled_into_the_same_segment() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    // The segment with the lower id is not free at the first time.
+    world.stage(17, 5);
+    let (low, _) = world.stage(16, 5);
+    let FillOutcome::Segment(first, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    assert!(low < first);
+    world.commit(1, 5);
+    // Another rank needs its segment: the step is over, and both of its segments are free.
+    world.fill(17, 10).unwrap();
+    let FillOutcome::Segment(again, same) = world.fill(16, 10).unwrap() else { panic!() };
+    assert_eq!((again, same), (first, fill), "two headers of one rank would name one filling");
+}
+
+#[test]
+fn a_segment_that_is_left_for_another_step_is_marked() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    let FillOutcome::Segment(first, _) = world.fill(16, 10).unwrap() else { panic!() };
+    world.effects();
+    world.fill(16, 20).unwrap();
+    assert!(world.effects().contains(&Effect::MarkFree(first)), "its header may say staged");
+}

@@ -86,6 +86,8 @@ struct Segment {
     place: Place,
     len_bytes: u64,
     state: Use,
+    /// Its owner fills it again when it is free: it has not prepared anew since it got it.
+    is_current: bool,
     /// Counts uploads and readers.
     holds: Holds,
 }

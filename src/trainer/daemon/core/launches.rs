@@ -37,8 +37,9 @@ impl Core {
         self.join(member, place)?;
         // A member that prepares again has another layout, or did not get the answer: what it has counts no more.
         for segment in self.owned(member) {
-            let state = self.segments.get(&segment).map(|found| &found.state);
-            if matches!(state, Some(Use::Free | Use::Filling(_))) {
+            let Some(found) = self.segments.get_mut(&segment) else { continue };
+            found.is_current = false;
+            if matches!(found.state, Use::Free | Use::Filling(_)) {
                 self.unlink(segment);
             }
         }
@@ -90,8 +91,8 @@ impl Core {
     /// Counts a segment.
     pub fn add_segment(&mut self, id: SegmentId, owner: MemberId, place: &Place, len_bytes: u64) {
         let holds = Holds::new(&self.bell);
-        let (place, state) = (place.clone(), Use::Free);
-        self.segments.insert(id, Segment { owner, place, len_bytes, state, holds });
+        let (place, state, is_current) = (place.clone(), Use::Free, true);
+        self.segments.insert(id, Segment { owner, place, len_bytes, state, is_current, holds });
     }
 
     /// A process says again who it is, after its connection had ended. Returns the segments that it has.

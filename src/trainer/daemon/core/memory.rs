@@ -83,7 +83,7 @@ impl Core {
                 continue;
             }
             let is_owned = self.members.contains_key(&found.owner);
-            if is_owned && newest == Some(found.place.launch) {
+            if is_owned && found.is_current && newest == Some(found.place.launch) {
                 found.state = Use::Free;
             } else {
                 self.unlink(segment);
@@ -100,6 +100,7 @@ impl Core {
             step.parts.values().any(|id| {
                 self.segments.get(id).is_none_or(|segment| {
                     !self.members.contains_key(&segment.owner)
+                        || !segment.is_current
                         || state.newest != Some(segment.place.launch)
                 })
             })

@@ -48,7 +48,7 @@ impl Core {
         }
         let again = self.filling_segment(member, &place, step);
         self.went_on(member, &place, step);
-        let Some(segment) = again.or_else(|| self.free_segment(member)) else {
+        let Some(segment) = again.or_else(|| self.free_segment(member, is_unmapped)) else {
             return self.no_segment(member, segments_a_rank, is_unmapped);
         };
         let state = self.jobs.entry(place.job.clone()).or_default();
@@ -113,20 +113,19 @@ impl Core {
     }
 
     /// A free segment of the member; one of a committed step is made free when there is no other, the oldest first.
-    fn free_segment(&mut self, member: MemberId) -> Option<SegmentId> {
-        let own = self.owned(member);
-        let is_free = |core: &Self, id: &SegmentId| {
-            core.segments
-                .get(id)
-                .is_some_and(|found| found.state == Use::Free && !found.holds.any())
-        };
-        if let Some(free) = own.iter().find(|id| is_free(self, id)) {
-            return Some(*free);
+    fn free_segment(
+        &mut self,
+        member: MemberId,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> Option<SegmentId> {
+        if let Some(free) = self.idle_segment(member, is_unmapped) {
+            return Some(free);
         }
         let held = |core: &Self, id: &SegmentId| match &core.segments.get(id)?.state {
             Use::Held(key) => Some(key.clone()),
             _ => None,
         };
+        let own = self.owned(member);
         let mut over: Vec<StepKey> = own.iter().filter_map(|id| held(self, id)).collect();
         over.retain(|key| {
             let phase = self.step(key).map(|step| &step.phase);
@@ -135,9 +134,29 @@ impl Core {
         let resume = self.members.get(&member).and_then(|m| self.resume_point(&m.place.job));
         // The copy in memory that is the quickest to resume from goes last.
         over.sort_by_key(|key| (Some(key) == resume.as_ref(), key.step));
-        let key = over.into_iter().next()?;
-        self.release_step(&key);
-        own.into_iter().find(|id| is_free(self, id))
+        over.into_iter().find_map(|key| {
+            self.release_step(&key);
+            self.idle_segment(member, is_unmapped)
+        })
+    }
+
+    /// A segment of the member that nobody uses. What the member does not know any more, because it prepared again, is unlinked.
+    fn idle_segment(
+        &mut self,
+        member: MemberId,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> Option<SegmentId> {
+        for id in self.owned(member) {
+            let found = self.segments.get(&id);
+            let Some(found) = found.filter(|s| s.state == Use::Free && !s.holds.any()) else {
+                continue;
+            };
+            if found.is_current && !is_unmapped(id) {
+                return Some(id);
+            }
+            self.unlink(id);
+        }
+        None
     }
 
     fn no_segment(
@@ -146,7 +165,8 @@ impl Core {
         segments_a_rank: usize,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
     ) -> Result<FillOutcome, Failure> {
-        let own = self.owned(member);
+        let mut own = self.owned(member);
+        own.retain(|id| self.segments.get(id).is_some_and(|s| s.is_current) && !is_unmapped(*id));
         if own.is_empty() {
             let message = "the segments of this rank are gone: the staging daemon was started anew";
             return fail(Kind::NotFound, message, "call prepare again");

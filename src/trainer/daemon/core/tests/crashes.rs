@@ -66,3 +66,20 @@ fn a_segment_that_is_left_for_another_step_is_marked() {
     world.fill(16, 20).unwrap();
     assert!(world.effects().contains(&Effect::MarkFree(first)), "its header may say staged");
 }
+
+#[test]
+fn a_segment_that_its_owner_has_let_go_is_not_filled_again() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    let (first, _) = world.stage(16, 10);
+    // Another layout: the trainer closes what it has and prepares again.
+    world.mapped.clear();
+    let new = world.prepare(1, 0, 1).unwrap();
+    world.commit(1, 10);
+    for step in [20, 30, 40] {
+        let (segment, _) = world.stage(16, step);
+        assert!(new.contains(&segment), "step {step}: the owner knows nothing of this segment");
+        world.commit(1, step);
+    }
+    assert!(world.core.doomed().contains(&first));
+}

@@ -153,8 +153,12 @@ pub struct Launch {
     pub committed_before: Option<BTreeSet<Step>>,
     members: BTreeMap<u32, MemberId>,
     segments_a_rank: usize,
+    /// Length of one segment of each rank together, for which memory was promised.
+    launch_bytes: u64,
     /// Memory that its ranks have not taken yet.
     reserved_bytes: u64,
+    /// Ranks that have taken theirs.
+    taken: BTreeSet<u32>,
     /// How its last steps ended, for ranks that ask.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }

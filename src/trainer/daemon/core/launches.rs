@@ -44,10 +44,8 @@ impl Core {
             }
         }
         let count = self.admit(prepare, is_unmapped)?;
-        let taken = prepare.segment_bytes.saturating_mul(count as u64);
         if let Some(launch) = self.launch_mut(place) {
             launch.members.insert(place.rank, member);
-            launch.reserved_bytes = launch.reserved_bytes.saturating_sub(taken);
         }
         let made: Vec<SegmentId> = (0..count).map(|_| new_id()).collect();
         for &id in &made {
@@ -56,32 +54,48 @@ impl Core {
         Ok(made)
     }
 
-    /// Reserves memory for all ranks of a launch, or for none. Returns how many segments each gets.
+    /// Takes a rank's memory out of what its launch was promised: all of its ranks get theirs, or none does. Returns how many segments each
+    /// gets.
     fn admit(
         &mut self,
         prepare: &Prepare,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
     ) -> Result<usize, Failure> {
-        let place = &prepare.place;
-        let known =
-            self.launch_mut(place).map(|launch| (launch.segments_a_rank, launch.reserved_bytes));
-        if let Some((count, reserved)) = known
-            && count > 0
-            && reserved >= prepare.segment_bytes.saturating_mul(count as u64)
-        {
+        let (place, bytes) = (&prepare.place, prepare.segment_bytes);
+        let Some(launch) = self.launch_mut(place) else { return Ok(0) };
+        let (count, promised) = (launch.segments_a_rank, launch.reserved_bytes);
+        let is_promised = count > 0 && launch.launch_bytes == prepare.launch_bytes;
+        let has_taken = launch.taken.contains(&place.rank);
+        if is_promised && !has_taken && promised >= bytes.saturating_mul(count as u64) {
+            self.take(place, bytes.saturating_mul(count as u64));
             return Ok(count);
         }
+        // A rank that has taken its part, and did not get the answer or has let it go, needs that part alone.
+        let needed = if is_promised { bytes } else { prepare.launch_bytes };
         for count in (1..=SEGMENTS_A_RANK).rev() {
-            let wanted = prepare.launch_bytes.saturating_mul(count as u64);
+            let wanted = needed.saturating_mul(count as u64);
             if self.make_room(wanted, is_unmapped) {
+                if is_promised {
+                    return Ok(count);
+                }
                 if let Some(launch) = self.launch_mut(place) {
                     launch.segments_a_rank = count;
+                    launch.launch_bytes = prepare.launch_bytes;
                     launch.reserved_bytes = wanted;
+                    launch.taken.clear();
                 }
+                self.take(place, bytes.saturating_mul(count as u64));
                 return Ok(count);
             }
         }
-        Err(self.no_room(prepare.launch_bytes))
+        Err(self.no_room(needed))
+    }
+
+    fn take(&mut self, place: &Place, bytes: u64) {
+        if let Some(launch) = self.launch_mut(place) {
+            launch.reserved_bytes = launch.reserved_bytes.saturating_sub(bytes);
+            launch.taken.insert(place.rank);
+        }
     }
 
     fn launch_mut(&mut self, place: &Place) -> Option<&mut Launch> {
@@ -183,7 +197,9 @@ impl Core {
                 committed_before: None,
                 members: BTreeMap::new(),
                 segments_a_rank: 0,
+                launch_bytes: 0,
                 reserved_bytes: 0,
+                taken: BTreeSet::new(),
                 over: BTreeMap::new(),
             },
         );

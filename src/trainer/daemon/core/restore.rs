@@ -1,6 +1,6 @@
 //! Taking up what a daemon before this one left.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
@@ -35,7 +35,9 @@ impl Core {
                 committed_before: newest.committed_before.map(|steps| steps.into_iter().collect()),
                 members: BTreeMap::new(),
                 segments_a_rank: 0,
+                launch_bytes: 0,
                 reserved_bytes: 0,
+                taken: BTreeSet::new(),
                 over: BTreeMap::new(),
             };
             state.launches.insert(newest.launch, launch);

@@ -83,3 +83,17 @@ fn a_segment_that_its_owner_has_let_go_is_not_filled_again() {
     }
     assert!(world.core.doomed().contains(&first));
 }
+
+#[test]
+fn a_rank_that_prepares_again_takes_no_memory_that_nobody_uses() {
+    let mut world = World::new(6 * MIB);
+    fresh(&mut world, 1, 2);
+    // Its first answer was lost.
+    world.mapped.clear();
+    world.prepare(1, 0, 2).unwrap();
+    for segment in world.core.doomed() {
+        world.core.freed(segment);
+    }
+    assert_eq!(world.core.used_bytes(), 4 * MIB);
+    assert!(world.core.make_room(2 * MIB, &|_| true), "the launch has all of its segments");
+}

@@ -36,11 +36,15 @@ impl Core {
 
     /// Evicts what may be evicted until `bytes` more fit. Returns whether they do.
     pub fn make_room(&mut self, bytes: u64, is_unmapped: &dyn Fn(SegmentId) -> bool) -> bool {
-        while self.used_bytes() + self.reserved_bytes() + bytes > self.limits.memory_bytes {
+        loop {
+            // Lengths come from outside.
+            let taken = self.used_bytes().saturating_add(self.reserved_bytes());
+            if taken.saturating_add(bytes) <= self.limits.memory_bytes {
+                return true;
+            }
             let Some(victim) = self.victim(is_unmapped) else { return false };
             self.release_step(&victim);
         }
-        true
     }
 
     /// Returns whether waiting may free memory for a launch: processes of other launches have not ended yet, or steps are being saved.

@@ -97,3 +97,24 @@ fn a_rank_that_prepares_again_takes_no_memory_that_nobody_uses() {
     assert_eq!(world.core.used_bytes(), 4 * MIB);
     assert!(world.core.make_room(2 * MIB, &|_| true), "the launch has all of its segments");
 }
+
+#[test]
+fn a_length_out_of_all_reach_does_not_fit() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    let place = Place { job: job(), launch: launch(2), world: 1, rank: 0 };
+    for (segment_bytes, launch_bytes) in [(u64::MAX, u64::MAX), (MIB, u64::MAX - MIB)] {
+        let prepare = Prepare {
+            place: place.clone(),
+            segment_bytes,
+            launch_bytes,
+            born_ns: 2,
+            resumed: Resumed::default(),
+            keep: 0,
+            limit_ms: 0,
+        };
+        let made = world.core.prepare(member(32), &prepare, &|_| true, &mut || SegmentId([9; 16]));
+        assert_eq!(made.unwrap_err().kind(), Kind::Busy);
+    }
+    assert!(world.core.used_bytes() <= 64 * MIB);
+}

@@ -36,13 +36,21 @@ impl Core {
 
     /// Evicts what may be evicted until `bytes` more fit. Returns whether they do.
     pub fn make_room(&mut self, bytes: u64, is_unmapped: &dyn Fn(SegmentId) -> bool) -> bool {
+        if bytes > self.limits.memory_bytes {
+            return false;
+        }
+        let mut evicted_bytes = 0;
         loop {
-            // Lengths come from outside.
-            let taken = self.used_bytes().saturating_add(self.reserved_bytes());
-            if taken.saturating_add(bytes) <= self.limits.memory_bytes {
+            // Lengths come from outside. What is evicted counts until its file is gone.
+            let used_bytes = self.used_bytes().saturating_sub(evicted_bytes);
+            let taken_bytes = used_bytes.saturating_add(self.reserved_bytes());
+            if taken_bytes.saturating_add(bytes) <= self.limits.memory_bytes {
                 return true;
             }
             let Some(victim) = self.victim(is_unmapped) else { return false };
+            let parts = self.step(&victim).map(|step| step.parts.clone()).unwrap_or_default();
+            let segments = parts.values().filter_map(|id| self.segments.get(id));
+            evicted_bytes += segments.map(|segment| segment.len_bytes).sum::<u64>();
             self.release_step(&victim);
         }
     }

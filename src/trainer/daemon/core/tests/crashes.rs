@@ -118,3 +118,30 @@ fn a_length_out_of_all_reach_does_not_fit() {
     }
     assert!(world.core.used_bytes() <= 64 * MIB);
 }
+
+/// Committed steps of a launch that is over, as a daemon finds them that starts.
+fn restored(world: &mut World, steps: &[u64]) {
+    let mut old = World::new(64 * MIB);
+    fresh(&mut old, 1, 1);
+    world.core.restore_job(old.core.job_record(&job()).unwrap());
+    for &step in steps {
+        let (segment, fill) = (SegmentId([step as u8; 16]), FillId([step as u8; 16]));
+        let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
+        world.core.add_segment(segment, member(16), &place, MIB);
+        let key = StepKey { job: job(), step: Step(step), launch: launch(1), fill };
+        let phase = Phase::Committed { save: save(step as u8), notes: Vec::new() };
+        let parts = BTreeMap::from([(0, segment)]);
+        world.core.restore_step(key, RestoredStep { parts, phase });
+    }
+}
+
+#[test]
+fn no_more_is_evicted_than_is_needed() {
+    let mut world = World::new(4 * MIB);
+    restored(&mut world, &[110, 120, 130]);
+    assert!(!world.core.make_room(5 * MIB, &|_| true));
+    assert_eq!(world.phase(1, 110), Some("committed"), "nothing goes for what cannot fit");
+    assert_eq!(world.prepare(2, 0, 1).unwrap().len(), 2);
+    assert_eq!(world.phase(1, 110), None);
+    assert_eq!(world.phase(1, 120), Some("committed"), "one was enough");
+}

@@ -181,7 +181,7 @@ impl StagingDaemon {
             Effect::MarkFilling(segment) => self.set_state(segment, State::Filling),
             Effect::MarkFree(segment) => self.set_state(segment, State::Free),
             Effect::Unlink(segment) => {
-                if self.folder.unlink_segment(segment) {
+                if core.doomed().contains(&segment) && self.folder.unlink_segment(segment) {
                     core.freed(segment);
                 }
             }

@@ -147,9 +147,10 @@ impl Core {
         }
     }
 
-    /// Segments that are to be unlinked when no process maps them any more.
+    /// Segments that are to be unlinked when no process maps them any more. Those that an upload or a reader uses wait for it.
     pub fn doomed(&self) -> Vec<SegmentId> {
-        let doomed = self.segments.iter().filter(|(_, segment)| segment.state == Use::Doomed);
+        let is_it = |segment: &super::Segment| segment.state == Use::Doomed && !segment.holds.any();
+        let doomed = self.segments.iter().filter(|(_, segment)| is_it(segment));
         doomed.map(|(id, _)| *id).collect()
     }
 

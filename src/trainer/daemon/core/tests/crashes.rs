@@ -145,3 +145,17 @@ fn no_more_is_evicted_than_is_needed() {
     assert_eq!(world.phase(1, 110), None);
     assert_eq!(world.phase(1, 120), Some("committed"), "one was enough");
 }
+
+#[test]
+fn memory_that_an_upload_or_a_reader_uses_is_not_given_back() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    let (segment, _) = world.stage(16, 10);
+    let hold = world.core.hold(segment).unwrap().0;
+    let key = world.key(1, 10).unwrap();
+    world.core.gone(member(16));
+    world.core.drop_step(&key, Failure::new(Kind::Unavailable, "why", ""));
+    assert!(!world.core.doomed().contains(&segment), "its file would go, and its memory would not");
+    drop(hold);
+    assert!(world.core.doomed().contains(&segment));
+}

@@ -94,6 +94,8 @@ impl Core {
             if found.state != Use::Held(key.clone()) {
                 continue;
             }
+            // A header that says staged, without a record, would be a step that was never saved to the next daemon.
+            self.effects.push(Effect::MarkFree(segment));
             let is_owned = self.members.contains_key(&found.owner);
             if is_owned && found.is_current && newest == Some(found.place.launch) {
                 found.state = Use::Free;

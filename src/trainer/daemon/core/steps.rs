@@ -295,11 +295,11 @@ impl Core {
 
     /// Drops a step whole: its segments can be filled again, its ranks are told.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
-        let Some(step) = self.step(key) else { return };
-        let mut segments: Vec<SegmentId> = step.parts.values().copied().collect();
+        if self.step(key).is_none() {
+            return;
+        }
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
-        segments.extend(&filling);
         // Before anybody is told: a header that says staged later does not bring the step back.
         if let Some(job) = self.jobs.get_mut(&key.job) {
             if job.dropped.len() == MAX_DROPPED {
@@ -308,7 +308,7 @@ impl Core {
             job.dropped.push_back(key.fill);
         }
         self.effects.push(Effect::KeepJob(key.job.clone()));
-        self.effects.extend(segments.into_iter().map(Effect::MarkFree));
+        self.effects.extend(filling.iter().copied().map(Effect::MarkFree));
         for id in filling {
             let Some(segment) = self.segments.get_mut(&id) else { continue };
             segment.state = Use::Free;

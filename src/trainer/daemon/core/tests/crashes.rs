@@ -159,3 +159,17 @@ fn memory_that_an_upload_or_a_reader_uses_is_not_given_back() {
     drop(hold);
     assert!(world.core.doomed().contains(&segment));
 }
+
+#[test]
+fn headers_of_a_step_that_is_over_are_marked_before_its_record_goes() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    let parts = [world.stage(16, 10).0, world.stage(17, 10).0];
+    world.commit(1, 10);
+    world.effects();
+    // Somebody removed the step: nothing brings it back after a crash.
+    world.core.drop_replaced(&job(), &|_| None);
+    let effects = world.effects();
+    let marks = places(&effects, |effect| matches!(effect, Effect::MarkFree(id) if parts.contains(id)));
+    assert_eq!(marks.len(), 2, "{effects:?}");
+}

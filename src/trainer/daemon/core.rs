@@ -58,6 +58,8 @@ pub enum Effect {
     Forget(StepKey),
     /// Keep the job's record.
     KeepJob(Job),
+    /// Find out what became of the saves that the job has abandoned, and remove those that are committed.
+    Settle(Job),
 }
 
 /// One process of a launch.
@@ -172,7 +174,7 @@ pub struct JobState {
     pub old: VecDeque<LaunchId>,
     /// Fillings that were dropped, the last ones: a header that names one does not bring its step back.
     pub dropped: VecDeque<FillId>,
-    /// Committed saves that were abandoned and are still to be removed.
+    /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
     /// What was answered to the loads of a launch.
     pub loads: VecDeque<LoadAnswer>,

@@ -205,6 +205,7 @@ impl StagingDaemon {
                 }
             }
             Effect::Save(key) => drop(tokio::spawn(self.clone().save_step(key))),
+            Effect::Settle(job) => drop(tokio::spawn(self.clone().remove_abandoned(job))),
         }
     }
 

@@ -75,7 +75,7 @@ pub struct JobRecord {
     pub old: Vec<LaunchId>,
     /// Fillings that were dropped.
     pub dropped: Vec<FillId>,
-    /// Committed saves that were abandoned and are still to be removed.
+    /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
     /// What was answered to loads.
     pub loads: Vec<LoadAnswer>,

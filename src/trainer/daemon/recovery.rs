@@ -8,7 +8,8 @@ use super::StagingDaemon;
 use super::core::{Effect, Phase, RestoredStep, StepKey};
 use super::folder::FolderError;
 use super::records::{OwnerRecord, SaveState};
-use crate::id::{Job, SaveId, SegmentId, Step};
+use crate::client::ClientError;
+use crate::id::{Job, SegmentId, Step};
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::read_header;
 
@@ -76,25 +77,33 @@ impl StagingDaemon {
                 tracing::info!(steps = found, segments = segments.len(), "found in the staging folder");
             }
         });
-        for (job, saves) in self.with(|core| core.abandoned()) {
-            tokio::spawn(self.clone().remove_abandoned(job, saves));
+        for job in self.with(|core| core.with_abandoned()) {
+            tokio::spawn(self.clone().remove_abandoned(job));
         }
         Ok(())
     }
 
-    /// Removes what a daemon before this one was removing, however often that has to be tried.
-    async fn remove_abandoned(self: Arc<Self>, job: Job, mut saves: Vec<(Step, SaveId)>) {
-        while let Some((step, save)) = saves.last().copied() {
-            match self.remove_save(&job, step, save).await {
-                Ok(()) => {
-                    saves.pop();
-                    self.with(|core| core.set_abandoned(&job, saves.clone()));
-                }
-                Err(error) => {
-                    tracing::warn!(%job, %step, %error, "an abandoned step is not removed yet");
-                    self.clock.sleep(REMOVE_AGAIN).await;
-                }
-            }
+    /// Settles what is abandoned, however often that has to be tried.
+    pub(super) async fn remove_abandoned(self: Arc<Self>, job: Job) {
+        while let Err((step, error)) = self.settle_abandoned(&job).await {
+            tracing::warn!(%job, %step, %error, "an abandoned step is not removed yet");
+            self.clock.sleep(REMOVE_AGAIN).await;
         }
+    }
+
+    /// Aborts the saves that the job has abandoned and removes those that are committed, the newest first. They are remembered until they
+    /// are gone, so that nothing resumes from them after a crash.
+    pub(super) async fn settle_abandoned(
+        self: &Arc<Self>,
+        job: &Job,
+    ) -> Result<(), (Step, ClientError)> {
+        while let Some((step, save)) = self.with(|core| core.next_abandoned(job)) {
+            let failed = |error| (step, error);
+            if self.settle(job, step, &[save]).await.map_err(failed)?.is_some() {
+                self.remove_save(job, step, save).await.map_err(failed)?;
+            }
+            self.with(|core| core.forget_abandoned(job, &(step, save)));
+        }
+        Ok(())
     }
 }

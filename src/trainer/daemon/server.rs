@@ -413,30 +413,14 @@ impl StagingDaemon {
         self: &Arc<Self>,
         place: &Place,
         loaded: Option<Step>,
-        mut saves: Vec<(Step, SaveId)>,
+        saves: Vec<(Step, SaveId)>,
     ) -> Result<(), Failure> {
         let job = &place.job;
-        let failed = |step: Step, error: &crate::client::ClientError| {
+        self.with(|core| core.abandon(job, loaded, place.launch, &saves));
+        self.settle_abandoned(job).await.map_err(|(step, error)| {
             let message = format!("abandoning step {step} of {job}: {error}");
             Failure::new(error.kind(), message, error.hint().unwrap_or_default())
-        };
-        let under_way = self.with(|core| core.saves_under_way(job, loaded, place.launch));
-        self.with(|core| {
-            core.set_abandoned(job, saves.clone());
-            core.abandon(job, loaded, place.launch);
-        });
-        for (key, ids) in under_way {
-            let committed =
-                self.settle(&key, &ids).await.map_err(|error| failed(key.step, &error))?;
-            saves.extend(committed.map(|save| (key.step, save)));
-        }
-        saves.sort_unstable();
-        self.with(|core| core.set_abandoned(job, saves.clone()));
-        while let Some((step, save)) = saves.pop() {
-            self.remove_save(job, step, save).await.map_err(|error| failed(step, &error))?;
-            self.with(|core| core.set_abandoned(job, saves.clone()));
-        }
-        Ok(())
+        })
     }
 
     /// Removes a committed step if it is this save.

@@ -13,7 +13,7 @@ use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
 use crate::format::table::Table;
-use crate::id::{IdError, LaunchId, SaveId, ShardName};
+use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{Failure, Sample};
 
@@ -97,7 +97,7 @@ impl StagingDaemon {
         };
         // What became of the saves that had begun is asked before another one begins: one of them may be committed.
         if let Phase::Saving { saves } = phase {
-            match self.settle(key, &saves).await {
+            match self.settle(&key.job, key.step, &saves).await {
                 Ok(Some(save)) => return Attempt::Committed { save, notes: Vec::new() },
                 Ok(None) => self.with(|core| core.settled(key)),
                 Err(error) => return Attempt::Later(error.to_string()),
@@ -130,12 +130,13 @@ impl StagingDaemon {
     /// Returns which of these saves is committed. All others are aborted for good.
     pub(super) async fn settle(
         &self,
-        key: &StepKey,
+        job: &Job,
+        step: Step,
         saves: &[SaveId],
     ) -> Result<Option<SaveId>, ClientError> {
         let mut committed = None;
         for save in saves {
-            if self.client.settle_save(&key.job, key.step, *save).await? == SaveFate::Committed {
+            if self.client.settle_save(job, step, *save).await? == SaveFate::Committed {
                 committed = Some(*save);
             }
         }
@@ -148,9 +149,17 @@ impl StagingDaemon {
         let Ok(shown) = self.client.show(&key.job, Some(key.step)).await else {
             return Committed::Unknown;
         };
+        let save = shown.step.saved.save;
+        let is_abandoned = |core: &mut super::core::Core| {
+            core.job(&key.job).is_some_and(|job| job.abandoned.contains(&(key.step, save)))
+        };
+        if self.with(is_abandoned) {
+            // It is being removed.
+            return Committed::Unknown;
+        }
         let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
         if launch == Some(key.launch) {
-            return Committed::Own(shown.step.saved.save);
+            return Committed::Own(save);
         }
         self.with(|core| {
             let is_later = core.launch(key).is_some_and(|launch| {
@@ -265,11 +274,12 @@ impl StagingDaemon {
     }
 
     async fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) {
-        let record = self.with(|core| core.record(key, SaveState::Committed { save }));
+        let Some(record) = self.with(|core| core.record(key, SaveState::Committed { save })) else {
+            // It was dropped just before its commit: the save is abandoned, and goes.
+            return;
+        };
         let keep = self.with(|core| core.launch(key).map_or(0, |launch| launch.keep));
-        if let Some(record) = record
-            && let Err(error) = self.folder.keep_step(&record)
-        {
+        if let Err(error) = self.folder.keep_step(&record) {
             tracing::warn!(%error, "the daemon asks the cluster again after its next start");
         }
         let now = self.clock.now();

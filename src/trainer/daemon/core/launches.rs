@@ -315,10 +315,12 @@ impl Core {
         }
     }
 
-    /// Remembers committed saves that are abandoned, until they are removed: nothing resumes from them.
-    pub fn set_abandoned(&mut self, job: &Job, saves: Vec<(Step, SaveId)>) {
-        self.jobs.entry(job.clone()).or_default().abandoned = saves;
-        self.effects.push(Effect::KeepJob(job.clone()));
+    /// An abandoned save is aborted or removed.
+    pub fn forget_abandoned(&mut self, job: &Job, save: &(Step, SaveId)) {
+        if let Some(state) = self.jobs.get_mut(job) {
+            state.abandoned.retain(|other| other != save);
+            self.effects.push(Effect::KeepJob(job.clone()));
+        }
     }
 
     /// Steps in memory of launches before `newest` that all ranks have staged, later than `loaded`.
@@ -331,11 +333,20 @@ impl Core {
         keys.unwrap_or_default().into_iter().map(|key| key.step).collect()
     }
 
-    /// Drops the steps of older launches that are later than `loaded`: the job goes on from there.
-    pub fn abandon(&mut self, job: &Job, loaded: Option<Step>, newest: LaunchId) {
-        let Some(state) = self.jobs.get(job) else { return };
+    /// Drops the steps of older launches that are later than `loaded`: the job goes on from there. `committed`: saves that are to be removed.
+    /// Nothing resumes from them from now on.
+    pub fn abandon(
+        &mut self,
+        job: &Job,
+        loaded: Option<Step>,
+        newest: LaunchId,
+        committed: &[(Step, SaveId)],
+    ) {
+        let Some(state) = self.jobs.get_mut(job) else { return };
+        state.abandoned.extend(committed);
         let later = state
             .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
+        self.effects.push(Effect::KeepJob(job.clone()));
         for key in later {
             let why = Failure::new(
                 Kind::Fenced,

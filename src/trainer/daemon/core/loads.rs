@@ -38,10 +38,15 @@ impl Core {
         }
     }
 
-    /// What is abandoned and still to be removed, by job.
-    pub fn abandoned(&self) -> Vec<(Job, Vec<(Step, SaveId)>)> {
+    /// Jobs that have abandoned saves.
+    pub fn with_abandoned(&self) -> Vec<Job> {
         let jobs = self.jobs.iter().filter(|(_, state)| !state.abandoned.is_empty());
-        jobs.map(|(job, state)| (job.clone(), state.abandoned.clone())).collect()
+        jobs.map(|(job, _)| job.clone()).collect()
+    }
+
+    /// The latest save that the job has abandoned.
+    pub fn next_abandoned(&self, job: &Job) -> Option<(Step, SaveId)> {
+        self.jobs.get(job)?.abandoned.iter().max().copied()
     }
 
     /// A step in memory has bytes that are not what was staged. A committed one is read from the cluster from now on; one that is not

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
-use crate::id::{Job, LaunchId, SaveId, SegmentId, Step};
+use crate::id::{Job, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
 
@@ -130,23 +130,6 @@ impl Core {
         let state = self.jobs.get(job)?;
         let all = state.keys(job, |at, _, found| at == step && found.phase.is_complete());
         all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
-    }
-
-    /// Steps of launches before `newest` that are later than `loaded` and whose saves have begun, with the ids.
-    pub fn saves_under_way(
-        &self,
-        job: &Job,
-        loaded: Option<Step>,
-        newest: LaunchId,
-    ) -> Vec<(StepKey, Vec<SaveId>)> {
-        let Some(state) = self.jobs.get(job) else { return Vec::new() };
-        let keys = state
-            .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
-        let saves = |key: StepKey| match self.step(&key).map(|step| step.phase.clone()) {
-            Some(Phase::Saving { saves }) => Some((key, saves)),
-            _ => None,
-        };
-        keys.into_iter().filter_map(saves).collect()
     }
 
     /// Steps that are under way, in words.

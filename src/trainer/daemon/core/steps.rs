@@ -293,11 +293,13 @@ impl Core {
         Ok(())
     }
 
-    /// Drops a step whole: its segments can be filled again, its ranks are told.
+    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun are abandoned.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
-        if self.step(key).is_none() {
-            return;
-        }
+        let Some(step) = self.step(key) else { return };
+        let saves = match &step.phase {
+            Phase::Saving { saves } => saves.clone(),
+            _ => Vec::new(),
+        };
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
         // Before anybody is told: a header that says staged later does not bring the step back.
@@ -306,6 +308,10 @@ impl Core {
                 job.dropped.pop_front();
             }
             job.dropped.push_back(key.fill);
+            job.abandoned.extend(saves.iter().map(|save| (key.step, *save)));
+        }
+        if !saves.is_empty() {
+            self.effects.push(Effect::Settle(key.job.clone()));
         }
         self.effects.push(Effect::KeepJob(key.job.clone()));
         self.effects.extend(filling.iter().copied().map(Effect::MarkFree));
@@ -394,11 +400,10 @@ impl Core {
 
     /// The step is committed.
     pub fn committed(&mut self, key: &StepKey, save: SaveId, notes: Vec<String>, now: Duration) {
-        if let Some(step) = self.step_mut(key) {
-            step.phase = Phase::Committed { save, notes: notes.clone() };
-            step.committed_at = now;
-            step.trouble = None;
-        }
+        let Some(step) = self.step_mut(key) else { return };
+        step.phase = Phase::Committed { save, notes: notes.clone() };
+        step.committed_at = now;
+        step.trouble = None;
         self.end(key, Ok((save, notes)));
         self.tidy(&key.job);
         self.bell.ring();

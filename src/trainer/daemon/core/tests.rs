@@ -326,10 +326,16 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     world.core.saving(&key, vec![save(1)]);
     world.prepare(2, 0, 1).unwrap();
     assert_eq!(world.core.later_in_memory(&job(), Some(Step(10)), launch(2)), [Step(20)]);
-    let under_way = world.core.saves_under_way(&job(), Some(Step(10)), launch(2));
-    assert_eq!(under_way, [(key, vec![save(1)])]);
-    world.core.abandon(&job(), Some(Step(10)), launch(2));
+    world.effects();
+    let committed = [(Step(15), save(2))];
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &committed);
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
+    let kept = world.core.job_record(&job()).unwrap().abandoned;
+    assert_eq!(kept, [(Step(15), save(2)), (Step(20), save(1))], "in one record");
+    assert!(world.effects().contains(&Effect::Settle(job())));
+    assert_eq!(world.core.next_abandoned(&job()), Some((Step(20), save(1))), "the newest first");
+    world.core.forget_abandoned(&job(), &(Step(20), save(1)));
+    assert_eq!(world.core.next_abandoned(&job()), Some((Step(15), save(2))));
 }
 
 #[test]

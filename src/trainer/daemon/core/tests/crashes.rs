@@ -173,3 +173,15 @@ fn headers_of_a_step_that_is_over_are_marked_before_its_record_goes() {
     let marks = places(&effects, |effect| matches!(effect, Effect::MarkFree(id) if parts.contains(id)));
     assert_eq!(marks.len(), 2, "{effects:?}");
 }
+
+#[test]
+fn saves_of_a_step_that_is_dropped_are_remembered_until_they_are_settled() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    world.stage(16, 10);
+    let key = world.key(1, 10).unwrap();
+    world.core.saving(&key, vec![save(1), save(2)]);
+    world.core.drop_step(&key, Failure::new(Kind::Corrupt, "why", ""));
+    let record = world.core.job_record(&job()).unwrap();
+    assert_eq!(record.abandoned, [(Step(10), save(1)), (Step(10), save(2))]);
+}

@@ -24,6 +24,13 @@ impl Core {
         new_fill: &mut dyn FnMut() -> FillId,
     ) -> Result<FillOutcome, Failure> {
         let place = self.writer(member)?;
+        if self.is_stopping && self.key_of(&place.job, step, place.launch).is_none() {
+            return fail(
+                Kind::Unavailable,
+                "the staging folder was taken away: no step begins any more",
+                "start the staging daemon again; `RemoveIPC=no` keeps systemd-logind from removing the folder",
+            );
+        }
         let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
         else {
             return fail(

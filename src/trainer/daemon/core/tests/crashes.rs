@@ -185,3 +185,14 @@ fn saves_of_a_step_that_is_dropped_are_remembered_until_they_are_settled() {
     let record = world.core.job_record(&job()).unwrap();
     assert_eq!(record.abandoned, [(Step(10), save(1)), (Step(10), save(2))]);
 }
+
+#[test]
+fn no_step_begins_when_the_folder_was_taken_away() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    world.stage(16, 10);
+    world.core.stop();
+    assert!(world.fill(16, 20).is_err());
+    world.stage(17, 10);
+    assert_eq!(world.phase(1, 10), Some("staged"), "what has begun goes on");
+}

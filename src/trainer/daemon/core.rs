@@ -203,8 +203,10 @@ pub enum FillOutcome {
     Full(String),
     /// What the launch resumed from was not compared with the cluster yet.
     Unchecked,
-    /// A further segment can be made.
+    /// A further segment is to be made. It counts already.
     Grow {
+        /// Its id.
+        segment: SegmentId,
         /// Its length.
         len_bytes: u64,
     },

@@ -330,20 +330,22 @@ impl StagingDaemon {
             let now = self.clock.now();
             let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
             let mut new_fill = || FillId(self.entropy.id());
-            let outcome =
-                self.with(|core| core.fill(member, step, now, &is_unmapped, &mut new_fill))?;
+            let mut new_segment = || SegmentId(self.entropy.id());
+            let outcome = self.with(|core| {
+                core.fill(member, step, now, &is_unmapped, &mut new_fill, &mut new_segment)
+            })?;
             match outcome {
                 FillOutcome::Segment(segment, fill) => {
                     return plain(Answer::Fill { segment, fill });
                 }
                 FillOutcome::Unchecked => self.check_resumed(member).await?,
-                FillOutcome::Grow { len_bytes } => {
-                    let id = SegmentId(self.entropy.id());
+                FillOutcome::Grow { segment, len_bytes } => {
                     let place = self.with(|core| core.place(member).cloned());
                     let Some(place) = place else { continue };
-                    let descriptor = self.make_segment(member, &place, id, len_bytes)?;
-                    self.with(|core| core.grow(member, id, len_bytes));
-                    return Ok((Answer::Prepared { segments: vec![id] }, vec![descriptor]));
+                    let made = self.make_segment(member, &place, segment, len_bytes);
+                    let descriptor =
+                        made.inspect_err(|_| self.with(|core| core.not_made(segment)))?;
+                    return Ok((Answer::Prepared { segments: vec![segment] }, vec![descriptor]));
                 }
                 FillOutcome::Full(what) => {
                     if now >= until {

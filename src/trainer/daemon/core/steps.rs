@@ -14,7 +14,7 @@ pub const MAX_DROPPED: usize = 1024;
 const MAX_OVER: usize = 256;
 
 impl Core {
-    /// A segment into which the member may write `step`. `new_fill` draws ids of fillings.
+    /// A segment into which the member may write `step`. `new_fill` and `new_segment` draw ids.
     pub fn fill(
         &mut self,
         member: MemberId,
@@ -22,6 +22,7 @@ impl Core {
         now: Duration,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
         new_fill: &mut dyn FnMut() -> FillId,
+        new_segment: &mut dyn FnMut() -> SegmentId,
     ) -> Result<FillOutcome, Failure> {
         let place = self.writer(member)?;
         if self.is_stopping && self.key_of(&place.job, step, place.launch).is_none() {
@@ -56,7 +57,7 @@ impl Core {
         let again = self.filling_segment(member, &place, step);
         self.went_on(member, &place, step);
         let Some(segment) = again.or_else(|| self.free_segment(member, is_unmapped)) else {
-            return self.no_segment(member, segments_a_rank, is_unmapped);
+            return self.no_segment(member, segments_a_rank, is_unmapped, new_segment);
         };
         let state = self.jobs.entry(place.job.clone()).or_default();
         let found = state.steps.entry((step, place.launch)).or_insert_with(|| StagedStep {
@@ -171,6 +172,7 @@ impl Core {
         member: MemberId,
         segments_a_rank: usize,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
+        new_segment: &mut dyn FnMut() -> SegmentId,
     ) -> Result<FillOutcome, Failure> {
         let mut own = self.owned(member);
         own.retain(|id| self.segments.get(id).is_some_and(|s| s.is_current) && !is_unmapped(*id));
@@ -184,7 +186,12 @@ impl Core {
             && own.len() < super::SEGMENTS_A_RANK.max(segments_a_rank)
             && self.make_room(len_bytes, is_unmapped)
         {
-            return Ok(FillOutcome::Grow { len_bytes });
+            // It counts from now on: other ranks ask for theirs at the same moment.
+            let segment = new_segment();
+            if let Some(place) = self.place(member).cloned() {
+                self.add_segment(segment, member, &place, len_bytes);
+            }
+            return Ok(FillOutcome::Grow { segment, len_bytes });
         }
         let held: Vec<String> = own
             .iter()
@@ -196,11 +203,9 @@ impl Core {
         Ok(FillOutcome::Full(held.join("; ")))
     }
 
-    /// Adds a segment that [`FillOutcome::Grow`] asked for.
-    pub fn grow(&mut self, member: MemberId, id: SegmentId, len_bytes: u64) {
-        if let Some(place) = self.place(member).cloned() {
-            self.add_segment(id, member, &place, len_bytes);
-        }
+    /// A segment that [`FillOutcome::Grow`] counted could not be made.
+    pub fn not_made(&mut self, segment: SegmentId) {
+        self.unlink(segment);
     }
 
     /// The member's part of the step is whole. Said twice, it counts once.

@@ -72,13 +72,24 @@ impl World {
 
     fn fill(&mut self, own: u8, step: u64) -> Result<FillOutcome, Failure> {
         let mapped = self.mapped.clone();
-        let drawn = &mut self.drawn;
+        let (mut drawn, mut grown) = (self.drawn, self.drawn + 1);
         let mut new_fill = || {
-            *drawn += 1;
-            FillId([*drawn; 16])
+            drawn += 1;
+            FillId([drawn; 16])
+        };
+        let mut new_segment = || {
+            grown += 1;
+            SegmentId([grown; 16])
         };
         let is_unmapped = |id: SegmentId| !mapped.contains(&id);
-        self.core.fill(member(own), Step(step), self.now, &is_unmapped, &mut new_fill)
+        let (own, step) = (member(own), Step(step));
+        let outcome =
+            self.core.fill(own, step, self.now, &is_unmapped, &mut new_fill, &mut new_segment);
+        self.drawn = drawn.max(grown);
+        if let Ok(FillOutcome::Grow { segment, .. }) = &outcome {
+            self.mapped.insert(*segment);
+        }
+        outcome
     }
 
     /// Fills and stages a step for a member.

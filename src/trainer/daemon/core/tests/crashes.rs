@@ -196,3 +196,13 @@ fn no_step_begins_when_the_folder_was_taken_away() {
     world.stage(17, 10);
     assert_eq!(world.phase(1, 10), Some("staged"), "what has begun goes on");
 }
+
+#[test]
+fn two_ranks_that_grow_at_once_stay_within_the_memory() {
+    let mut world = World::new(3 * MIB);
+    fresh(&mut world, 1, 2);
+    world.stage(16, 10);
+    world.stage(17, 10);
+    assert!(matches!(world.fill(16, 20), Ok(FillOutcome::Grow { .. })));
+    assert!(matches!(world.fill(17, 20), Ok(FillOutcome::Full(_))), "there is room for one");
+}

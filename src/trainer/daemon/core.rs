@@ -44,8 +44,8 @@ pub struct StepKey {
 /// What the daemon has to do after a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Write into the segment's header that its content does not count any more: its owner is told to fill it.
-    MarkFilling(SegmentId),
+    /// Write into the segment's header that its content does not count any more, and the filling: its owner is told to fill it.
+    MarkFilling(SegmentId, FillId),
     /// Write into the segment's header that its content does not count any more: the step was dropped.
     MarkFree(SegmentId),
     /// Unlink the segment's files, when no process maps it any more.
@@ -222,6 +222,13 @@ pub struct Limits {
 }
 
 impl JobState {
+    fn drop_filling(&mut self, fill: FillId) {
+        if self.dropped.len() == steps::MAX_DROPPED {
+            self.dropped.pop_front();
+        }
+        self.dropped.push_back(fill);
+    }
+
     /// The names of the steps for which `is_it` holds, in their order.
     fn keys(&self, job: &Job, is_it: impl Fn(Step, LaunchId, &StagedStep) -> bool) -> Vec<StepKey> {
         let found =

@@ -12,7 +12,7 @@ use super::records::{InstanceRecord, JobRecord, OwnerRecord, StepRecord};
 use crate::entropy::Entropy;
 use crate::format::FormatError;
 use crate::format::records::Record;
-use crate::id::{ClusterId, InstanceId, Job, SegmentId};
+use crate::id::{ClusterId, FillId, InstanceId, Job, SegmentId};
 use crate::kind::Kind;
 use crate::trainer::mapping;
 use crate::trainer::segment::{self, State};
@@ -203,14 +203,32 @@ impl Folder {
         Ok(file.into())
     }
 
-    /// Writes the state into a segment's header.
-    pub fn set_state(&self, id: SegmentId, state: State) -> io::Result<()> {
+    /// Writes into a segment's header that nothing in it counts.
+    pub fn set_free(&self, id: SegmentId) -> io::Result<()> {
+        self.with_header(id, |file| segment::set_state(file, State::Free))
+    }
+
+    /// Writes into a segment's header that it is being filled.
+    pub fn set_filling(&self, id: SegmentId, fill: FillId) -> io::Result<()> {
+        self.with_header(id, |file| segment::set_filling(file, fill))
+    }
+
+    fn with_header(
+        &self,
+        id: SegmentId,
+        write: impl FnOnce(&File) -> io::Result<()>,
+    ) -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(self.segment_path(id))?;
         if file.metadata()?.len() == 0 {
             // Its owner has not reserved its memory yet: there is nothing to take back.
             return Ok(());
         }
-        segment::set_state(&file, state)
+        write(&file)
+    }
+
+    /// The filling that a segment's header names; `None` when it is free, or has no header.
+    pub fn filling_of(&self, id: SegmentId) -> Option<FillId> {
+        segment::filling_of(&self.open_segment(id).ok()?).ok()?
     }
 
     /// Opens a segment for reading.

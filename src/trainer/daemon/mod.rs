@@ -33,7 +33,7 @@ use crate::entropy::Entropy;
 use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId, Step};
 use crate::kind::Kind;
 use crate::trainer::mapping::Readable;
-use crate::trainer::segment::{Header, State, read_header};
+use crate::trainer::segment::{Header, read_header};
 use crate::workers::Workers;
 
 /// Between two looks at deadlines and at memory that processes have let go.
@@ -117,6 +117,12 @@ impl Drop for Running {
     }
 }
 
+fn marked(segment: SegmentId, written: io::Result<()>) {
+    if let Err(error) = written {
+        tracing::error!(%segment, %error, "the state of a segment is not written");
+    }
+}
+
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -167,7 +173,10 @@ impl StagingDaemon {
             let mut effects = std::mem::take(&mut core.effects);
             // A record goes after the headers that it is about: without them it is removed, but without it they would bring the step back.
             effects.sort_by_key(|effect| {
-                !matches!(effect, Effect::MarkFilling(_) | Effect::MarkFree(_) | Effect::KeepJob(_))
+                !matches!(
+                    effect,
+                    Effect::MarkFilling(..) | Effect::MarkFree(_) | Effect::KeepJob(_)
+                )
             });
             for effect in effects {
                 self.apply(&mut core, effect);
@@ -178,8 +187,10 @@ impl StagingDaemon {
 
     fn apply(self: &Arc<Self>, core: &mut Core, effect: Effect) {
         match effect {
-            Effect::MarkFilling(segment) => self.set_state(segment, State::Filling),
-            Effect::MarkFree(segment) => self.set_state(segment, State::Free),
+            Effect::MarkFilling(segment, fill) => {
+                marked(segment, self.folder.set_filling(segment, fill));
+            }
+            Effect::MarkFree(segment) => marked(segment, self.folder.set_free(segment)),
             Effect::Unlink(segment) => {
                 if core.doomed().contains(&segment) && self.folder.unlink_segment(segment) {
                     core.freed(segment);
@@ -206,12 +217,6 @@ impl StagingDaemon {
             }
             Effect::Save(key) => drop(tokio::spawn(self.clone().save_step(key))),
             Effect::Settle(job) => drop(tokio::spawn(self.clone().remove_abandoned(job))),
-        }
-    }
-
-    fn set_state(&self, segment: SegmentId, state: State) {
-        if let Err(error) = self.folder.set_state(segment, state) {
-            tracing::error!(%segment, %error, "the state of a segment is not written");
         }
     }
 

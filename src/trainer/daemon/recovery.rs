@@ -22,7 +22,7 @@ impl StagingDaemon {
         let (jobs, steps) = (self.folder.jobs()?, self.folder.steps()?);
         let segments: BTreeMap<SegmentId, OwnerRecord> =
             self.folder.segments()?.into_iter().collect();
-        let mut headers: BTreeMap<StepKey, BTreeMap<u32, SegmentId>> = BTreeMap::new();
+        let mut headers: BTreeMap<StepKey, Vec<(u32, SegmentId)>> = BTreeMap::new();
         for (id, owner) in &segments {
             let header = self
                 .folder
@@ -36,7 +36,7 @@ impl StagingDaemon {
             {
                 let (job, step) = (place.job.clone(), header.step);
                 let key = StepKey { job, step, launch: header.launch, fill: header.fill };
-                headers.entry(key).or_default().insert(header.rank, *id);
+                headers.entry(key).or_default().push((header.rank, *id));
             }
         }
         self.with(|core| {
@@ -50,29 +50,33 @@ impl StagingDaemon {
             for record in steps {
                 let key = record.key();
                 let staged = headers.remove(&key).unwrap_or_default();
-                let is_whole = record.segments.iter().all(|id| staged.values().any(|at| at == id));
+                let is_whole = (0..).zip(&record.segments).all(|(rank, id)| staged.contains(&(rank, *id)));
                 let phase = match record.save {
                     SaveState::Unsaved => Phase::Staged,
                     SaveState::Begun { saves } => Phase::Saving { saves },
                     SaveState::Committed { save } => Phase::Committed { save, notes: Vec::new() },
                 };
-                if !is_whole || staged.len() != record.segments.len() {
-                    tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again: the step is not in memory any more");
-                    self.folder.forget_step(&key);
+                let parts = (0..).zip(record.segments).collect();
+                if is_whole && core.restore_step(key.clone(), RestoredStep { parts, phase }) {
+                    found += 1;
                     continue;
                 }
-                found += 1;
-                core.restore_step(key, RestoredStep { parts: staged, phase });
+                tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again, or the step was dropped: it is not in memory any more");
+                self.folder.forget_step(&key);
             }
-            for (key, parts) in headers {
-                let first = parts.values().next().and_then(|id| segments.get(id));
-                let is_whole = first.is_some_and(|owner| owner.place.world == parts.len() as u32);
-                if is_whole && core.may_restore(&key) {
+            for (key, staged) in headers {
+                let world = staged.first().and_then(|(_, id)| segments.get(id)).map_or(0, |o| o.place.world);
+                let parts: BTreeMap<u32, SegmentId> = staged.iter().copied().collect();
+                let is_whole = parts.len() == staged.len() && parts.len() as u32 == world;
+                if is_whole
+                    && core.may_restore(&key)
+                    && core.restore_step(key.clone(), RestoredStep { parts, phase: Phase::Staged })
+                {
                     found += 1;
-                    core.restore_step(key.clone(), RestoredStep { parts, phase: Phase::Staged });
                     core.effects.push(Effect::KeepStep(key));
                 }
             }
+            core.drop_left(&|id| self.folder.filling_of(id));
             if found > 0 {
                 tracing::info!(steps = found, segments = segments.len(), "found in the staging folder");
             }

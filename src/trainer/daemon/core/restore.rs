@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
-use crate::id::{Job, SegmentId, Step};
+use crate::id::{FillId, Job, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
 
@@ -51,8 +51,11 @@ impl Core {
         is_known && !state.dropped.contains(&key.fill)
     }
 
-    /// Takes up a step, and has it saved if it is not committed.
-    pub fn restore_step(&mut self, key: StepKey, step: RestoredStep) {
+    /// Takes up a step, and has it saved if it is not committed. Returns whether it does: a filling that was dropped does not come back.
+    pub fn restore_step(&mut self, key: StepKey, step: RestoredStep) -> bool {
+        if self.jobs.get(&key.job).is_some_and(|job| job.dropped.contains(&key.fill)) {
+            return false;
+        }
         let RestoredStep { parts, phase } = step;
         let world = parts.len() as u32;
         let mut len_bytes = 0;
@@ -79,6 +82,27 @@ impl Core {
         if !is_saved {
             self.effects.push(Effect::Save(key));
         }
+        true
+    }
+
+    /// Drops the fillings that were not finished when the daemon before this one ended. Their ranks may go on writing for a while: what they
+    /// write then counts no more, neither for this daemon nor for the next one.
+    pub fn drop_left(&mut self, filling_of: &dyn Fn(SegmentId) -> Option<FillId>) {
+        for (id, segment) in &self.segments {
+            if segment.state != Use::Free {
+                continue;
+            }
+            let Some(fill) = filling_of(*id) else { continue };
+            if let Some(job) = self.jobs.get_mut(&segment.place.job)
+                && !job.dropped.contains(&fill)
+            {
+                job.drop_filling(fill);
+                self.effects.push(Effect::KeepJob(segment.place.job.clone()));
+            }
+            self.effects.push(Effect::MarkFree(*id));
+        }
+        // Nothing is marked before all of them are kept.
+        self.effects.sort_by_key(|effect| matches!(effect, Effect::MarkFree(_)));
     }
 
     /// The record of a step.

@@ -76,7 +76,7 @@ impl Core {
         if let Some(found) = self.segments.get_mut(&segment) {
             found.state = Use::Filling(key);
         }
-        self.effects.push(Effect::MarkFilling(segment));
+        self.effects.push(Effect::MarkFilling(segment, fill));
         Ok(FillOutcome::Segment(segment, fill))
     }
 
@@ -316,10 +316,7 @@ impl Core {
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
         // Before anybody is told: a header that says staged later does not bring the step back.
         if let Some(job) = self.jobs.get_mut(&key.job) {
-            if job.dropped.len() == MAX_DROPPED {
-                job.dropped.pop_front();
-            }
-            job.dropped.push_back(key.fill);
+            job.drop_filling(key.fill);
             job.abandoned.extend(saves.iter().map(|save| (key.step, *save)));
         }
         if !saves.is_empty() {

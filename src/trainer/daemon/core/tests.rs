@@ -138,8 +138,8 @@ fn a_segment_is_marked_before_its_owner_is_told() {
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();
     world.effects();
-    let FillOutcome::Segment(segment, _) = world.fill(16, 10).unwrap() else { panic!() };
-    assert!(world.effects().contains(&Effect::MarkFilling(segment)));
+    let FillOutcome::Segment(segment, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    assert!(world.effects().contains(&Effect::MarkFilling(segment, fill)));
 }
 
 #[test]

@@ -170,7 +170,8 @@ fn headers_of_a_step_that_is_over_are_marked_before_its_record_goes() {
     // Somebody removed the step: nothing brings it back after a crash.
     world.core.drop_replaced(&job(), &|_| None);
     let effects = world.effects();
-    let marks = places(&effects, |effect| matches!(effect, Effect::MarkFree(id) if parts.contains(id)));
+    let marks =
+        places(&effects, |effect| matches!(effect, Effect::MarkFree(id) if parts.contains(id)));
     assert_eq!(marks.len(), 2, "{effects:?}");
 }
 
@@ -205,4 +206,43 @@ fn two_ranks_that_grow_at_once_stay_within_the_memory() {
     world.stage(17, 10);
     assert!(matches!(world.fill(16, 20), Ok(FillOutcome::Grow { .. })));
     assert!(matches!(world.fill(17, 20), Ok(FillOutcome::Full(_))), "there is room for one");
+}
+
+#[test]
+fn a_dropped_filling_does_not_come_back_by_its_record() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    let (segment, fill) = world.stage(16, 10);
+    let key = world.key(1, 10).unwrap();
+    world.core.drop_step(&key, Failure::new(Kind::Corrupt, "why", ""));
+    let mut again = World::new(64 * MIB);
+    again.core.restore_job(world.core.job_record(&job()).unwrap());
+    let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
+    again.core.add_segment(segment, member(16), &place, MIB);
+    assert!(!again.core.may_restore(&key), "{fill}");
+    let parts = BTreeMap::from([(0, segment)]);
+    again.core.restore_step(key.clone(), RestoredStep { parts, phase: Phase::Staged });
+    assert!(again.core.step(&key).is_none());
+}
+
+#[test]
+fn what_was_not_finished_when_a_daemon_ended_never_counts() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    let (staged, fill) = world.stage(16, 10);
+    let FillOutcome::Segment(filling, _) = world.fill(17, 10).unwrap() else { panic!() };
+    let key = world.key(1, 10).unwrap();
+    let mut again = World::new(64 * MIB);
+    again.core.restore_job(world.core.job_record(&job()).unwrap());
+    for (rank, segment) in (0..).zip([staged, filling]) {
+        let place = Place { job: job(), launch: launch(1), world: 2, rank };
+        again.core.add_segment(segment, member(16 + rank as u8), &place, MIB);
+    }
+    again.core.drop_left(&|_| Some(fill));
+    let effects = again.effects();
+    let kept = places(&effects, |effect| *effect == Effect::KeepJob(job()));
+    let marked = places(&effects, |effect| matches!(effect, Effect::MarkFree(_)));
+    assert!(kept.len() == 1 && marked.len() == 2 && kept[0] < marked[0], "{effects:?}");
+    // Rank 1 goes on and writes its header, and the daemon is killed once more.
+    assert!(!again.core.may_restore(&key));
 }

@@ -190,8 +190,8 @@ pub struct LoadAnswer {
     pub launch: LaunchId,
     /// Its how-manieth load it is.
     pub number: u32,
-    /// The step.
-    pub step: Step,
+    /// The step. `None`: there was nothing to load.
+    pub step: Option<Step>,
 }
 
 /// The answer to a request for a segment to fill.

@@ -14,6 +14,7 @@ use super::assemble::{Assembled, parts_of};
 use super::core::{LoadAnswer, StepKey};
 use super::fetch::Fetched;
 use super::hold::Hold;
+use super::server::MAX_HELD_BACK;
 use crate::format::table::Table;
 use crate::id::{Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::Kind;
@@ -80,6 +81,10 @@ fn pending(what: String, (done_bytes, total_bytes): (u64, u64)) -> Replied {
     Ok((Answer::Pending(Pending { what, done_bytes, total_bytes }), Vec::new()))
 }
 
+fn other_answer() -> Replied {
+    pending("another rank of the launch was given another step".to_owned(), (0, 0))
+}
+
 impl StagingDaemon {
     /// Finds the step of a load and gets it ready. The answer may be that it is not yet.
     pub(super) async fn load(
@@ -92,7 +97,10 @@ impl StagingDaemon {
             let message = format!("this process has {MAX_TICKETS} loads open");
             return Err(Failure::new(Kind::Busy, message, "release one first"));
         }
-        let until = self.clock.now() + Duration::from_millis(load.limit_ms.into());
+        let limit = Duration::from_millis(load.limit_ms.into()).min(MAX_HELD_BACK);
+        let until = self.clock.now() + limit;
+        // What ranks that are gone have written counts before it is said what there is to load.
+        self.accept_headers(None);
         let committed = match self.committed_saves(&load.job).await {
             Ok(committed) => Some(committed),
             Err(_) if load.offline => None,
@@ -104,15 +112,19 @@ impl StagingDaemon {
         };
         let newest = committed.as_ref().and_then(|saves| saves.last()).map(|(step, _)| *step);
         let (step, source) = match self.find(load, committed.as_deref())? {
-            Found::Nothing => return Ok((Answer::Nothing, Vec::new())),
-            Found::InMemory(key) => match self.hashed_step(&key).await? {
-                Some(assembled) => {
-                    let holds = self.with(|core| core.hold_step(&key)).unwrap_or_default();
-                    let _holds = holds.into_iter().map(|(_, hold, _)| hold).collect();
-                    (key.step, Source::Memory { step: assembled, _holds })
-                }
-                None => return pending(format!("step {} went away", key.step), (0, 0)),
+            Found::Nothing => match self.remember(member, load, None, newest) {
+                true => return Ok((Answer::Nothing, Vec::new())),
+                false => return other_answer(),
             },
+            Found::InMemory(key) => {
+                let went_away = || pending(format!("step {} went away", key.step), (0, 0));
+                let Some(step) = self.hashed_step(&key).await? else { return went_away() };
+                let Some(holds) = self.with(|core| core.hold_step(&key)) else {
+                    return went_away();
+                };
+                let _holds = holds.into_iter().map(|(_, hold, _)| hold).collect();
+                (key.step, Source::Memory { step, _holds })
+            }
             Found::InCluster(step, save) => {
                 let fetch = self.fetch(&load.job, step, save).await?;
                 let mut heard = self.bell.listen();
@@ -129,7 +141,9 @@ impl StagingDaemon {
                 }
             }
         };
-        self.remember(member, load, step, newest);
+        if !self.remember(member, load, Some(step), newest) {
+            return other_answer();
+        }
         self.open_ticket(load, step, newest, source, tickets)
     }
 
@@ -207,13 +221,17 @@ impl StagingDaemon {
             })
         });
         if let (Some(answered), Some(asked)) = (answered, load.step)
-            && answered != asked
+            && answered != Some(asked)
         {
+            let other = answered.map_or("nothing".to_owned(), |step| format!("step {step}"));
             let message =
-                format!("this rank loads step {asked}, another rank of its launch step {answered}");
+                format!("this rank loads step {asked}, another rank of its launch {other}");
             return Err(Failure::new(Kind::Invalid, message, "all ranks must load the same step"));
         }
-        let wanted = load.step.or(answered);
+        if answered == Some(None) {
+            return Ok(Found::Nothing);
+        }
+        let wanted = load.step.or(answered.flatten());
         if committed.is_some() {
             self.with(|core| core.drop_replaced(&load.job, &|step| of(step).map(|save| save.1)));
         }
@@ -244,22 +262,28 @@ impl StagingDaemon {
         })
     }
 
-    /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there.
+    /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there. Returns whether it counts:
+    /// another rank may have been given another step meanwhile.
     fn remember(
         self: &Arc<Self>,
         member: MemberId,
         load: &Load,
-        step: Step,
+        step: Option<Step>,
         newest_seen: Option<Step>,
-    ) {
-        let Some((launch, number)) = load.launch else { return };
+    ) -> bool {
+        let Some((launch, number)) = load.launch else { return true };
         self.with(|core| {
-            core.answer_load(&load.job, LoadAnswer { launch, number, step });
-            if let Some(place) = core.place(member).cloned() {
-                let resumed = Resumed { loaded: Some(step), newest_seen, abandon_later: false };
+            if core.answer_load(&load.job, LoadAnswer { launch, number, step }) != step {
+                return false;
+            }
+            if let Some(place) = core.place(member).cloned()
+                && step.is_some()
+            {
+                let resumed = Resumed { loaded: step, newest_seen, abandon_later: false };
                 core.loaded(&place, resumed);
             }
-        });
+            true
+        })
     }
 
     /// Descriptors for the parts of a load, from `first` on.

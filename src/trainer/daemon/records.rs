@@ -71,8 +71,8 @@ pub struct JobRecord {
     pub job: Job,
     /// The launch that may write.
     pub newest: Option<LaunchRecord>,
-    /// Launches that may not write any more.
-    pub old: Vec<LaunchId>,
+    /// Launches that may not write any more: what they knew decides whether the steps that they staged may replace others.
+    pub old: Vec<LaunchRecord>,
     /// Fillings that were dropped.
     pub dropped: Vec<FillId>,
     /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
@@ -81,7 +81,7 @@ pub struct JobRecord {
     pub loads: Vec<LoadAnswer>,
 }
 
-/// What is known of the launch that may write.
+/// What is known of a launch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchRecord {
     /// The launch.

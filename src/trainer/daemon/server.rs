@@ -28,7 +28,7 @@ const MAX_CONNECTIONS: usize = 256;
 /// How long a new connection may take to say who it is, and a trainer to take an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// An answer is held back no longer than this, whatever the request says.
-const MAX_HELD_BACK: Duration = Duration::from_secs(10);
+pub(super) const MAX_HELD_BACK: Duration = Duration::from_secs(10);
 
 /// Between two looks at memory that processes may have let go: nothing tells when they do.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);

@@ -1,11 +1,12 @@
 //! Members and launches: who may write for a job.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use super::{Core, Effect, Launch, MAX_OLD_LAUNCHES, Member, SEGMENTS_A_RANK, Segment, Use, fail};
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::Kind;
 use crate::trainer::daemon::hold::Holds;
+use crate::trainer::daemon::records::LaunchRecord;
 use crate::trainer::protocol::{Failure, MAX_WORLD, Place, Prepare, Resumed};
 use crate::trainer::segment::HEADER_BYTES;
 use crate::units::ByteCount;
@@ -189,19 +190,14 @@ impl Core {
         }
         job.launches.insert(
             place.launch,
-            Launch {
+            Launch::restored(LaunchRecord {
+                launch: place.launch,
                 world: place.world,
                 born_ns: prepare.born_ns,
                 resumed: prepare.resumed,
                 keep: prepare.keep,
                 committed_before: None,
-                members: BTreeMap::new(),
-                segments_a_rank: 0,
-                launch_bytes: 0,
-                reserved_bytes: 0,
-                taken: BTreeSet::new(),
-                over: BTreeMap::new(),
-            },
+            }),
         );
         self.effects.push(Effect::KeepJob(place.job.clone()));
         self.end_old_launches(&place.job, place.launch);

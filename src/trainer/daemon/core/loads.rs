@@ -9,19 +9,21 @@ use crate::trainer::protocol::Failure;
 const MAX_LOADS: usize = 64;
 
 impl Core {
-    /// Keeps the answer to a load of a launch, if it is the first.
-    pub fn answer_load(&mut self, job: &Job, answer: LoadAnswer) {
+    /// Keeps the answer to a load of a launch, if it is the first. Returns the one that counts: ranks that ask at the same moment may find
+    /// different steps.
+    pub fn answer_load(&mut self, job: &Job, answer: LoadAnswer) -> Option<Step> {
         let state = self.jobs.entry(job.clone()).or_default();
         let is_known =
-            |known: &LoadAnswer| (known.launch, known.number) == (answer.launch, answer.number);
-        if state.loads.iter().any(is_known) {
-            return;
+            |known: &&LoadAnswer| (known.launch, known.number) == (answer.launch, answer.number);
+        if let Some(known) = state.loads.iter().find(is_known) {
+            return known.step;
         }
         if state.loads.len() == MAX_LOADS {
             state.loads.pop_front();
         }
         state.loads.push_back(answer);
         self.effects.push(Effect::KeepJob(job.clone()));
+        answer.step
     }
 
     /// Gives up committed steps in memory whose saves are not what is committed now: they were removed or replaced.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
-use crate::id::{FillId, Job, SegmentId, Step};
+use crate::id::{FillId, Job, LaunchId, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
 
@@ -17,30 +17,48 @@ pub struct RestoredStep {
     pub phase: Phase,
 }
 
+impl Launch {
+    /// A launch of which nothing but its record is known.
+    pub(super) fn restored(record: LaunchRecord) -> Self {
+        Self {
+            world: record.world,
+            born_ns: record.born_ns,
+            resumed: record.resumed,
+            keep: record.keep,
+            committed_before: record.committed_before.map(|steps| steps.into_iter().collect()),
+            members: BTreeMap::new(),
+            segments_a_rank: 0,
+            launch_bytes: 0,
+            reserved_bytes: 0,
+            taken: BTreeSet::new(),
+            over: BTreeMap::new(),
+        }
+    }
+
+    fn record(&self, launch: LaunchId) -> LaunchRecord {
+        let committed_before = self.committed_before.as_ref();
+        LaunchRecord {
+            launch,
+            world: self.world,
+            born_ns: self.born_ns,
+            resumed: self.resumed,
+            keep: self.keep,
+            committed_before: committed_before.map(|steps| steps.iter().copied().collect()),
+        }
+    }
+}
+
 impl Core {
     /// Takes up a job.
     pub fn restore_job(&mut self, record: JobRecord) {
         let state = self.jobs.entry(record.job).or_default();
-        state.old = record.old.into();
+        state.newest = record.newest.as_ref().map(|newest| newest.launch);
+        state.old = record.old.iter().map(|old| old.launch).collect();
         state.dropped = record.dropped.into();
         state.abandoned = record.abandoned;
         state.loads = record.loads.into();
-        if let Some(newest) = record.newest {
-            state.newest = Some(newest.launch);
-            let launch = Launch {
-                world: newest.world,
-                born_ns: newest.born_ns,
-                resumed: newest.resumed,
-                keep: newest.keep,
-                committed_before: newest.committed_before.map(|steps| steps.into_iter().collect()),
-                members: BTreeMap::new(),
-                segments_a_rank: 0,
-                launch_bytes: 0,
-                reserved_bytes: 0,
-                taken: BTreeSet::new(),
-                over: BTreeMap::new(),
-            };
-            state.launches.insert(newest.launch, launch);
+        for launch in record.newest.into_iter().chain(record.old) {
+            state.launches.insert(launch.launch, Launch::restored(launch));
         }
     }
 
@@ -121,21 +139,13 @@ impl Core {
     /// The record of a job.
     pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
         let state = self.jobs.get(job)?;
-        let newest = state.newest.and_then(|newest| Some((newest, state.launches.get(&newest)?)));
+        let record = |id: &LaunchId| state.launches.get(id).map(|launch| launch.record(*id));
+        // What an older launch may not save again does not matter any more.
+        let old = |id: &LaunchId| Some(LaunchRecord { committed_before: None, ..record(id)? });
         Some(JobRecord {
             job: job.clone(),
-            newest: newest.map(|(id, launch)| LaunchRecord {
-                launch: id,
-                world: launch.world,
-                born_ns: launch.born_ns,
-                resumed: launch.resumed,
-                keep: launch.keep,
-                committed_before: launch
-                    .committed_before
-                    .as_ref()
-                    .map(|steps| steps.iter().copied().collect()),
-            }),
-            old: state.old.iter().copied().collect(),
+            newest: state.newest.as_ref().and_then(record),
+            old: state.old.iter().filter_map(old).collect(),
             dropped: state.dropped.iter().copied().collect(),
             abandoned: state.abandoned.clone(),
             loads: state.loads.iter().copied().collect(),

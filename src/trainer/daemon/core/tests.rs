@@ -368,13 +368,21 @@ fn what_a_job_remembers_comes_back() {
     world.prepare(2, 0, 1).unwrap();
     let FillOutcome::Segment(_, fill) = world.fill(32, 10).unwrap() else { panic!() };
     world.core.give_up(member(32), Step(10), fill, "why").unwrap();
-    world.core.answer_load(&job(), LoadAnswer { launch: launch(2), number: 1, step: Step(7) });
-    world.core.answer_load(&job(), LoadAnswer { launch: launch(2), number: 1, step: Step(8) });
+    let mut answer = |number, step: Option<u64>| {
+        let answer = LoadAnswer { launch: launch(2), number, step: step.map(Step) };
+        world.core.answer_load(&job(), answer)
+    };
+    assert_eq!(answer(1, Some(7)), Some(Step(7)));
+    assert_eq!(answer(1, Some(8)), Some(Step(7)), "the first answer counts");
+    assert_eq!(answer(2, None), None);
+    assert_eq!(answer(2, Some(8)), None, "also when there was nothing");
     let record = world.core.job_record(&job()).unwrap();
-    assert_eq!(record.loads.len(), 1, "the first answer counts");
+    assert_eq!(record.loads.len(), 2);
     let mut again = World::new(64 * MIB);
     again.core.restore_job(record.clone());
     assert_eq!(again.core.job_record(&job()), Some(record));
+    let old = StepKey { job: job(), step: Step(9), launch: launch(1), fill };
+    assert!(again.core.launch(&old).is_some(), "what an older launch knew when it began");
     let key = StepKey { job: job(), step: Step(10), launch: launch(2), fill };
     assert!(!again.core.may_restore(&key), "a dropped filling does not come back");
     assert!(again.core.may_restore(&StepKey { fill: FillId([9; 16]), ..key.clone() }));

@@ -239,11 +239,18 @@ impl StagingDaemon {
 
     /// Makes segments, when there is room for them, and watches the process from now on.
     async fn prepare(self: &Arc<Self>, peer: &mut Peer, prepare: &Prepare) -> Replied {
+        let made = self.prepare_segments(peer.member, prepare).await;
+        // Also after a failure: the process is a member of its launch. And not before the files are there: what is left of a process that
+        // is gone is looked for once.
+        self.watch(peer);
+        made
+    }
+
+    async fn prepare_segments(self: &Arc<Self>, member: MemberId, prepare: &Prepare) -> Replied {
         let limit = Duration::from_millis(prepare.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
         let mut new_id = || SegmentId(self.entropy.id());
-        let member = peer.member;
         // What ranks of an older launch have written counts before the launch is over.
         self.accept_headers(None);
         let mut heard = self.bell.listen();
@@ -270,7 +277,6 @@ impl StagingDaemon {
                 Err(failure) => return Err(failure),
             }
         };
-        self.watch(peer);
         let mut descriptors = Vec::with_capacity(segments.len());
         for &id in &segments {
             descriptors.push(self.make_segment(

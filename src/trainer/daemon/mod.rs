@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use self::core::{Core, Effect, Limits, StepKey};
-use self::fetch::Fetch;
+use self::fetch::Fetches;
 use self::folder::{Folder, FolderError};
 use self::hold::Bell;
 use self::loads::LoadKey;
@@ -30,7 +30,7 @@ use self::records::SaveState;
 use crate::client::{Client, Progress};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
-use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId, Step};
+use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId};
 use crate::kind::Kind;
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::{Header, read_header};
@@ -100,7 +100,7 @@ pub struct StagingDaemon {
     /// One save at a time for each job.
     queues: Mutex<BTreeMap<Job, Arc<tokio::sync::Mutex<()>>>>,
     progress: Mutex<BTreeMap<StepKey, Progress>>,
-    fetches: Mutex<BTreeMap<(Job, Step), Arc<Fetch>>>,
+    fetches: Mutex<Fetches>,
     verified: Mutex<BTreeMap<LoadKey, Vec<u8>>>,
     connections: watch::Sender<usize>,
 }
@@ -253,22 +253,12 @@ impl StagingDaemon {
         lock(&self.progress).get(key).map_or((0, 0), |p| (p.done_bytes, p.total_bytes))
     }
 
-    fn fetches(&self) -> MutexGuard<'_, BTreeMap<(Job, Step), Arc<Fetch>>> {
+    fn fetches(&self) -> MutexGuard<'_, Fetches> {
         lock(&self.fetches)
     }
 
     fn verified(&self) -> MutexGuard<'_, BTreeMap<LoadKey, Vec<u8>>> {
         lock(&self.verified)
-    }
-
-    /// Counts the memory of files that were read from the cluster, and removes those that nobody reads.
-    fn account_fetches(self: &Arc<Self>) {
-        let mut fetches = self.fetches();
-        let now = self.clock.now();
-        fetches.retain(|_, fetch| fetch.is_wanted(now));
-        let bytes = fetches.values().map(|fetch| fetch.progress().1).sum();
-        drop(fetches);
-        lock(&self.core).set_fetched_bytes(bytes);
     }
 
     /// Waits for a change, at most `limit`.
@@ -292,6 +282,8 @@ impl StagingDaemon {
                 core.check_deadlines(now);
                 core.drop_orphans(&|segment| self.folder.is_unmapped(segment));
             });
+            // A step that was read is kept for ranks that begin later, and then goes.
+            self.account_fetches();
             self.folder.keep_reserve();
         }
     }

@@ -232,7 +232,7 @@ impl StagingDaemon {
             Request::Free { job, with_unsaved } => {
                 let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
                 let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
-                plain(Answer::Freed { bytes })
+                plain(Answer::Freed { bytes: bytes + self.free_fetches(&job) })
             }
         }
     }

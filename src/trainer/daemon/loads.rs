@@ -10,13 +10,13 @@ use std::time::Duration;
 use rustix::fs::MemfdFlags;
 
 use super::StagingDaemon;
-use super::assemble::{Assembled, parts_of};
+use super::assemble::{Assembled, find_changed, parts_of};
 use super::core::{LoadAnswer, StepKey};
 use super::fetch::Fetched;
 use super::hold::Hold;
 use super::server::MAX_HELD_BACK;
 use crate::format::table::Table;
-use crate::id::{Job, LaunchId, MemberId, SaveId, Step};
+use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{
     Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Resumed,
@@ -40,6 +40,19 @@ pub enum Source {
 /// Names a load of a launch: its ranks share what they have verified.
 pub type LoadKey = (Job, LaunchId, u32);
 
+/// The bytes that a load reads: rows of extents mean nothing in others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Content {
+    Filling(FillId),
+    Save(SaveId),
+}
+
+/// Extents of a load that some rank of its launch has verified, one bit for each row.
+pub struct Verified {
+    of: Content,
+    bits: Vec<u8>,
+}
+
 struct Ticket {
     source: Source,
     of: Option<LoadKey>,
@@ -57,6 +70,13 @@ impl Source {
         match self {
             Source::Memory { step, .. } => &step.table,
             Source::Cluster { fetched } => &fetched.table,
+        }
+    }
+
+    fn content(&self) -> Content {
+        match self {
+            Source::Memory { step, .. } => Content::Filling(step.fill),
+            Source::Cluster { fetched } => Content::Save(fetched.save),
         }
     }
 
@@ -161,7 +181,11 @@ impl StagingDaemon {
         let bytes = source.table().to_bytes().map_err(|error| failed(&error))?;
         let descriptor = memory_file(&bytes).map_err(|error| failed(&error))?;
         let of = load.launch.map(|(launch, number)| (load.job.clone(), launch, number));
-        let verified = of.as_ref().and_then(|of| self.verified().get(of).cloned());
+        let verified = of.as_ref().and_then(|of| {
+            let all = self.verified();
+            let found = all.get(of).filter(|found| found.of == source.content());
+            found.map(|found| found.bits.clone())
+        });
         let parts = source.parts().len() as u32;
         let (kind, world) = match source {
             Source::Memory { .. } => (LoadSource::Memory, parts),
@@ -322,8 +346,12 @@ impl StagingDaemon {
         while verified.len() >= MAX_VERIFIED && !verified.contains_key(of) {
             verified.pop_first();
         }
-        let bits = verified.entry(of.clone()).or_default();
-        bits.resize(count.div_ceil(8), 0);
+        let none = || Verified { of: source.content(), bits: vec![0; count.div_ceil(8)] };
+        let found = verified.entry(of.clone()).or_insert_with(none);
+        if found.of != source.content() {
+            *found = none();
+        }
+        let bits = &mut found.bits;
         for &extent in extents.iter().filter(|extent| (**extent as usize) < count) {
             if let Some(byte) = bits.get_mut(extent as usize / 8) {
                 *byte |= 1 << (extent % 8);
@@ -337,8 +365,9 @@ impl StagingDaemon {
         tickets.open.remove(&ticket);
     }
 
-    /// An extent of a load does not have its hash: the step in memory is given up. Once it is committed it is loaded from the cluster.
-    pub(super) fn set_corrupt(
+    /// A process says that an extent of a load does not have its hash. If that is so the step in memory is given up: once it is committed it
+    /// is loaded from the cluster. The daemon looks itself, because a step that is not committed is lost with its memory.
+    pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,
         ticket: u64,
@@ -348,13 +377,22 @@ impl StagingDaemon {
         if let Some(of) = of {
             self.verified().remove(&of);
         }
-        if let Source::Memory { step, .. } = &source {
-            let fill = step.parts.first().map(|part| part.fill);
-            tracing::error!(
-                "{name} is damaged in memory: the step is not loaded from there any more"
-            );
-            drop(source);
-            self.with(|core| core.give_up_memory(fill, name));
+        let Source::Memory { step, _holds } = source else { return Ok(()) };
+        let changed = find_changed(&step, &self.workers).await;
+        let fill = step.fill;
+        drop((step, _holds));
+        match changed {
+            Ok(None) => {
+                tracing::error!(
+                    "a trainer says that {name} is damaged in memory, and it is not: look at the memory that the trainer copied it to"
+                );
+            }
+            _ => {
+                tracing::error!(
+                    "{name} is damaged in memory: the step is not loaded from there any more"
+                );
+                self.with(|core| core.give_up_memory(fill, name));
+            }
         }
         Ok(())
     }

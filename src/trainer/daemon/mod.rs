@@ -25,7 +25,7 @@ use self::core::{Core, Effect, Limits, StepKey};
 use self::fetch::Fetches;
 use self::folder::{Folder, FolderError};
 use self::hold::Bell;
-use self::loads::LoadKey;
+use self::loads::{LoadKey, Verified};
 use self::records::SaveState;
 use crate::client::{Client, Progress};
 use crate::clock::Clock;
@@ -101,7 +101,7 @@ pub struct StagingDaemon {
     queues: Mutex<BTreeMap<Job, Arc<tokio::sync::Mutex<()>>>>,
     progress: Mutex<BTreeMap<StepKey, Progress>>,
     fetches: Mutex<Fetches>,
-    verified: Mutex<BTreeMap<LoadKey, Vec<u8>>>,
+    verified: Mutex<BTreeMap<LoadKey, Verified>>,
     connections: watch::Sender<usize>,
 }
 
@@ -257,7 +257,7 @@ impl StagingDaemon {
         lock(&self.fetches)
     }
 
-    fn verified(&self) -> MutexGuard<'_, BTreeMap<LoadKey, Vec<u8>>> {
+    fn verified(&self) -> MutexGuard<'_, BTreeMap<LoadKey, Verified>> {
         lock(&self.verified)
     }
 

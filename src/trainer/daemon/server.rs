@@ -217,7 +217,7 @@ impl StagingDaemon {
                 plain(Answer::Done)
             }
             Request::Corrupt { ticket, name } => {
-                self.set_corrupt(&mut peer.tickets, ticket, &name)?;
+                self.set_corrupt(&mut peer.tickets, ticket, &name).await?;
                 self.account_fetches();
                 plain(Answer::Done)
             }

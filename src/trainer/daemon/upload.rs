@@ -7,10 +7,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use super::StagingDaemon;
 use super::assemble::{self, Assembled, MAX_SHARD_STRIPES, cut, find_changed};
 use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
+use super::{StagingDaemon, lock};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
 use crate::format::table::Table;
 use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
@@ -64,25 +64,30 @@ enum Attempt {
 impl StagingDaemon {
     /// Saves a step, however often that has to be tried, unless it cannot be saved or is given up.
     pub(super) async fn save_step(self: Arc<Self>, key: StepKey) {
+        self.save_until_over(&key).await;
+        lock(&self.progress).remove(&key);
+    }
+
+    async fn save_until_over(self: &Arc<Self>, key: &StepKey) {
         let queue = self.queue_of(&key.job);
         let mut pause = PAUSES.0;
         loop {
             // Steps of a job are saved one after the other, in the order in which they became staged. One that failed lets the next have
             // its turn.
             let turn = queue.lock().await;
-            match self.attempt(&key).await {
+            match self.attempt(key).await {
                 Attempt::Committed { save, notes } => {
                     tracing::info!(job = %key.job, step = %key.step, %save, "committed");
-                    return self.finish(&key, save, notes).await;
+                    return self.finish(key, save, notes).await;
                 }
                 Attempt::Gone => return,
                 Attempt::Failed(failure) => {
                     tracing::error!(job = %key.job, step = %key.step, "the step is not saved: {failure}");
-                    return self.with(|core| core.drop_step(&key, failure));
+                    return self.with(|core| core.drop_step(key, failure));
                 }
                 Attempt::Later(reason) => {
                     tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
-                    self.with(|core| core.troubled(&key, reason));
+                    self.with(|core| core.troubled(key, reason));
                 }
             }
             drop(turn);
@@ -106,7 +111,8 @@ impl StagingDaemon {
         let step = match self.hashed_step(key).await {
             Ok(Some(step)) => step,
             Ok(None) => return Attempt::Gone,
-            Err(failure) => return Attempt::Failed(failure),
+            Err(failure) if is_final(failure.kind()) => return Attempt::Failed(failure),
+            Err(failure) => return Attempt::Later(failure.to_string()),
         };
         match self.send(key, &step, false).await {
             Err(error) if error.kind() == Kind::Exists => match self.committed_by(key).await {
@@ -186,10 +192,17 @@ impl StagingDaemon {
         let died =
             |error: &dyn std::fmt::Display| Failure::new(Kind::Internal, error.to_string(), "");
         let assembled = self.workers.run(work).await.map_err(|error| died(&error))?;
-        let mut step = assembled.map_err(|error| {
-            let hint = "a step that cannot be put together is dropped; save the next one";
-            Failure::new(Kind::Invalid, format!("step {}: {error}", key.step), hint)
-        })?;
+        let mut step = match assembled {
+            Ok(step) => step,
+            Err(error) if is_final(error.kind()) && self.give_up_copy(key, &error) => {
+                return Ok(None);
+            }
+            Err(error) => {
+                let hint = "a step that cannot be put together is dropped; save the next one";
+                let message = format!("step {}: {error}", key.step);
+                return Err(Failure::new(error.kind(), message, hint));
+            }
+        };
         let failed = |error: &dyn std::fmt::Display| {
             Failure::new(Kind::Io, format!("the table of step {}: {error}", key.step), "")
         };
@@ -198,6 +211,8 @@ impl StagingDaemon {
         let is_same = |kept: &Table| kept.clone().without_hashes() == step.table;
         match kept.filter(is_same) {
             Some(table) => step.table = table,
+            // Hashed now, bytes that are damaged would be taken for right.
+            None if self.give_up_copy(key, &"its hashes are gone") => return Ok(None),
             None => {
                 let hashes = assemble::hash(&step, &self.workers).await.map_err(|e| died(&e))?;
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
@@ -210,6 +225,15 @@ impl StagingDaemon {
         }
         self.with(|core| core.hashed(key));
         Ok(Some(Arc::new(step)))
+    }
+
+    /// Gives up the copy of a committed step in memory. Returns whether it is committed.
+    fn give_up_copy(self: &Arc<Self>, key: &StepKey, why: &dyn std::fmt::Display) -> bool {
+        let is_committed = self.with(|core| core.give_up_copy(key));
+        if is_committed {
+            tracing::warn!(job = %key.job, step = %key.step, "the step is loaded from the cluster from now on: {why}");
+        }
+        is_committed
     }
 
     /// Warns of replicated content that is not the same on all ranks.
@@ -265,11 +289,9 @@ impl StagingDaemon {
         if self.with(|core| core.step(key).is_none()) {
             return Attempt::Gone;
         }
-        match error.kind() {
-            Kind::Corrupt | Kind::Invalid | Kind::Denied | Kind::Internal => {
-                Attempt::Failed(failure(key, error, ""))
-            }
-            _ => Attempt::Later(error.to_string()),
+        match is_final(error.kind()) {
+            true => Attempt::Failed(failure(key, error, "")),
+            false => Attempt::Later(error.to_string()),
         }
     }
 
@@ -304,6 +326,11 @@ impl StagingDaemon {
             }
         }
     }
+}
+
+/// Whether a step is refused for what it is. Everything else may pass.
+fn is_final(kind: Kind) -> bool {
+    matches!(kind, Kind::Corrupt | Kind::Invalid | Kind::Denied)
 }
 
 fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {

@@ -1,6 +1,6 @@
 //! What loads change: which step a launch was given, and which steps in memory count no more.
 
-use super::{Core, Effect, LoadAnswer, Phase};
+use super::{Core, Effect, LoadAnswer, Phase, StepKey};
 use crate::id::{FillId, Job, SaveId, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::Failure;
@@ -51,12 +51,22 @@ impl Core {
         self.jobs.get(job)?.abandoned.iter().max().copied()
     }
 
+    /// A committed step in memory cannot be verified: it is read from the cluster from now on. Returns whether it is committed.
+    pub fn give_up_copy(&mut self, key: &StepKey) -> bool {
+        let phase = self.step(key).map(|step| &step.phase);
+        let is_committed = matches!(phase, Some(Phase::Committed { .. }));
+        if is_committed {
+            self.release_step(key);
+        }
+        is_committed
+    }
+
     /// A step in memory has bytes that are not what was staged. A committed one is read from the cluster from now on; one that is not
     /// committed is lost.
-    pub fn give_up_memory(&mut self, fill: Option<FillId>, name: &str) {
+    pub fn give_up_memory(&mut self, fill: FillId, name: &str) {
         let mut keys = Vec::new();
         for (job, state) in &self.jobs {
-            keys.extend(state.keys(job, |_, _, found| Some(found.fill) == fill));
+            keys.extend(state.keys(job, |_, _, found| found.fill == fill));
         }
         for key in keys {
             match self.step(&key).map(|step| &step.phase) {

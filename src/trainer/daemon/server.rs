@@ -39,6 +39,10 @@ fn plain(answer: Answer) -> Replied {
     Ok((answer, Vec::new()))
 }
 
+fn waiting(what: String) -> Replied {
+    plain(Answer::Pending(Pending { what, done_bytes: 0, total_bytes: 0 }))
+}
+
 /// One connection.
 struct Connection {
     socket: UnixStream,
@@ -265,12 +269,7 @@ impl StagingDaemon {
                         if !self.with(|core| core.may_get_room(&prepare.place)) {
                             return Err(failure);
                         }
-                        let what = failure.message;
-                        return plain(Answer::Pending(Pending {
-                            what,
-                            done_bytes: 0,
-                            total_bytes: 0,
-                        }));
+                        return waiting(failure.message);
                     }
                     self.wait_for_bell(&mut heard, (until - now).min(LOOK_AGAIN)).await;
                 }
@@ -331,6 +330,8 @@ impl StagingDaemon {
     async fn fill(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {
         let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
+        // The answer to its last *staged* may be lost: that step is not dropped because the rank goes on to another one.
+        self.accept_headers(Some(member));
         let mut heard = self.bell.listen();
         loop {
             let now = self.clock.now();
@@ -344,7 +345,17 @@ impl StagingDaemon {
                 FillOutcome::Segment(segment, fill) => {
                     return plain(Answer::Fill { segment, fill });
                 }
-                FillOutcome::Unchecked => self.check_resumed(member).await?,
+                FillOutcome::Unchecked => match self.check_resumed(member, until).await {
+                    Ok(None) => {}
+                    Ok(Some(what)) => return waiting(what),
+                    Err(failure) if failure.kind().is_transient() => {
+                        self.clock.sleep(LOOK_AGAIN.min(until.saturating_sub(now))).await;
+                        if self.clock.now() >= until {
+                            return waiting(failure.message);
+                        }
+                    }
+                    Err(failure) => return Err(failure),
+                },
                 FillOutcome::Grow { segment, len_bytes } => {
                     let place = self.with(|core| core.place(member).cloned());
                     let Some(place) = place else { continue };
@@ -355,11 +366,7 @@ impl StagingDaemon {
                 }
                 FillOutcome::Full(what) => {
                     if now >= until {
-                        return plain(Answer::Pending(Pending {
-                            what,
-                            done_bytes: 0,
-                            total_bytes: 0,
-                        }));
+                        return waiting(what);
                     }
                     self.wait_for_bell(&mut heard, until - now).await;
                 }
@@ -367,15 +374,23 @@ impl StagingDaemon {
         }
     }
 
-    /// Compares what a launch resumed from with what is committed. Steps in between are removed, if that was asked for.
-    async fn check_resumed(self: &Arc<Self>, member: MemberId) -> Result<(), Failure> {
+    /// Compares what a launch resumed from with what is committed. Steps in between are removed, if that was asked for. Returns what it still
+    /// waits for at `until`.
+    async fn check_resumed(
+        self: &Arc<Self>,
+        member: MemberId,
+        until: Duration,
+    ) -> Result<Option<String>, Failure> {
         let Some((place, resumed)) = self.with(|core| core.unchecked(member)) else {
-            return Ok(());
+            return Ok(None);
         };
         let queue = self.queue_of(&place.job);
-        let _turn = queue.lock().await;
+        let limit = until.saturating_sub(self.clock.now());
+        let Ok(_turn) = deadline(&*self.clock, limit, queue.lock()).await else {
+            return Ok(Some(format!("a step of {} is being saved", place.job)));
+        };
         if self.with(|core| core.unchecked(member)).is_none() {
-            return Ok(());
+            return Ok(None);
         }
         let committed = self.committed_saves(&place.job).await?;
         let newest = committed.last().map(|(step, _)| *step);
@@ -412,7 +427,7 @@ impl StagingDaemon {
             .map(|(step, _)| step)
             .filter(|step| !is_between(*step) && seen.is_some_and(|seen| *step <= seen));
         self.with(|core| core.checked(&place, kept.collect(), seen));
-        Ok(())
+        Ok(None)
     }
 
     /// Gives up what is later than the step that a launch was resumed from: first in memory, then in the cluster, the newest first. What is

@@ -25,6 +25,8 @@ use crate::trainer::protocol::{
 
 /// Connections at once; more are closed at once.
 const MAX_CONNECTIONS: usize = 256;
+/// Descriptors that a connection may have sent and not announced: a greeting comes with one, and nothing else with any.
+const MAX_RECEIVED: usize = 2;
 /// How long a new connection may take to say who it is, and a trainer to take an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// An answer is held back no longer than this, whatever the request says.
@@ -137,7 +139,8 @@ impl StagingDaemon {
 
     async fn serve_one(self: Arc<Self>, socket: UnixStream) -> std::io::Result<()> {
         let peer_user = rustix::net::sockopt::socket_peercred(socket.as_fd())?.uid;
-        let mut connection = Connection { socket, incoming: Incoming::default() };
+        let mut connection =
+            Connection { socket, incoming: Incoming::with_descriptors(MAX_RECEIVED) };
         let clock = self.clock.clone();
         let first = deadline(&*clock, PATIENCE, connection.receive()).await;
         let Some(mut frame) = first.map_err(std::io::Error::other)?? else { return Ok(()) };

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, lock};
 use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
 use crate::format::table::{FOOTER_BYTES, MergeInput, Table, table_range};
@@ -154,6 +155,7 @@ impl StagingDaemon {
         });
         fetches.insert((job.clone(), step, save), fetch.clone());
         drop(fetches);
+        trace_point(TracePoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
         tokio::spawn(async move {
             let end = daemon.read_step(&job, &shown, &running).await;

@@ -15,6 +15,7 @@ use super::core::{LoadAnswer, StepKey};
 use super::fetch::Fetched;
 use super::hold::Hold;
 use super::server::MAX_HELD_BACK;
+use super::trace::{TracePoint, trace_point};
 use crate::format::table::Table;
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::Kind;
@@ -164,6 +165,7 @@ impl StagingDaemon {
         if !self.remember(member, load, Some(step), newest) {
             return other_answer();
         }
+        trace_point(TracePoint::Loading, &load.job, step);
         self.open_ticket(load, step, newest, source, tickets)
     }
 

@@ -10,6 +10,7 @@ pub mod records;
 mod recovery;
 mod server;
 pub mod source;
+pub mod trace;
 mod upload;
 
 use std::collections::BTreeMap;
@@ -27,6 +28,7 @@ use self::folder::{Folder, FolderError};
 use self::hold::Bell;
 use self::loads::{LoadKey, Verified};
 use self::records::SaveState;
+use self::trace::{TracePoint, trace_point};
 use crate::client::{Client, Progress};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
@@ -197,6 +199,7 @@ impl StagingDaemon {
                 }
             }
             Effect::Forget(key) => {
+                trace_point(TracePoint::Forgetting, &key.job, key.step);
                 self.folder.forget_step(&key);
                 lock(&self.progress).remove(&key);
             }
@@ -214,6 +217,7 @@ impl StagingDaemon {
                     // The headers say the same to the next daemon.
                     tracing::warn!(job = %key.job, step = %key.step, %error, "the step's record is not kept");
                 }
+                trace_point(TracePoint::Staged, &key.job, key.step);
             }
             Effect::Save(key) => drop(tokio::spawn(self.clone().save_step(key))),
             Effect::Settle(job) => drop(tokio::spawn(self.clone().remove_abandoned(job))),

@@ -13,6 +13,7 @@ use tokio::net::{UnixListener, UnixStream};
 use super::core::FillOutcome;
 use super::loads::Tickets;
 use super::records::OwnerRecord;
+use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, StartError};
 use crate::clock::deadline;
 use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
@@ -346,6 +347,9 @@ impl StagingDaemon {
             })?;
             match outcome {
                 FillOutcome::Segment(segment, fill) => {
+                    if let Some(place) = self.with(|core| core.place(member).cloned()) {
+                        trace_point(TracePoint::Filling, &place.job, step);
+                    }
                     return plain(Answer::Fill { segment, fill });
                 }
                 FillOutcome::Unchecked => match self.check_resumed(member, until).await {
@@ -443,6 +447,9 @@ impl StagingDaemon {
     ) -> Result<(), Failure> {
         let job = &place.job;
         self.with(|core| core.abandon(job, loaded, place.launch, &saves));
+        for (step, _) in &saves {
+            trace_point(TracePoint::Abandoning, job, *step);
+        }
         self.settle_abandoned(job).await.map_err(|(step, error)| {
             let message = format!("abandoning step {step} of {job}: {error}");
             Failure::new(error.kind(), message, error.hint().unwrap_or_default())

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use super::assemble::{self, Assembled, MAX_SHARD_STRIPES, cut, find_changed};
 use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
+use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, lock};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
 use crate::format::table::Table;
@@ -77,6 +78,7 @@ impl StagingDaemon {
             let turn = queue.lock().await;
             match self.attempt(key).await {
                 Attempt::Committed { save, notes } => {
+                    trace_point(TracePoint::Decided, &key.job, key.step);
                     tracing::info!(job = %key.job, step = %key.step, %save, "committed");
                     return self.finish(key, save, notes).await;
                 }
@@ -214,12 +216,14 @@ impl StagingDaemon {
             // Hashed now, bytes that are damaged would be taken for right.
             None if self.give_up_copy(key, &"its hashes are gone") => return Ok(None),
             None => {
+                trace_point(TracePoint::Hashing, &key.job, key.step);
                 let hashes = assemble::hash(&step, &self.workers).await.map_err(|e| died(&e))?;
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
                 let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
                 if let Err(error) = self.folder.keep_table(key, &bytes) {
                     tracing::warn!(%error, "the step is hashed anew when it is needed again");
                 }
+                trace_point(TracePoint::Hashed, &key.job, key.step);
                 self.compare_samples(key);
             }
         }
@@ -306,6 +310,7 @@ impl StagingDaemon {
         }
         let now = self.clock.now();
         self.with(|core| core.committed(key, save, notes, now));
+        trace_point(TracePoint::Committed, &key.job, key.step);
         if keep > 0 {
             self.trim(key, keep).await;
         }
@@ -365,6 +370,7 @@ impl SaveDriver for Driver {
             self.daemon.folder.forget_step(&self.key);
             return Err(gone());
         }
+        trace_point(TracePoint::Saving, &self.key.job, self.key.step);
         Ok(save)
     }
 
@@ -393,7 +399,10 @@ impl SaveDriver for Driver {
             return Err("the step was given up".into());
         }
         match find_changed(&self.step, &self.daemon.workers).await {
-            Ok(None) => Ok(()),
+            Ok(None) => {
+                trace_point(TracePoint::Confirmed, &self.key.job, self.key.step);
+                Ok(())
+            }
             Ok(Some(name)) => Err(format!(
                 "{name} was changed in memory after it was staged: does something write to the segment?"
             )),

@@ -5,6 +5,7 @@ mod detach;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
@@ -56,11 +57,19 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
         return detach::run(&dir, &config, &options.connect).await;
     }
     log::of_staging();
+    allow_descriptors();
     if options.detached {
         detach::leave_the_starter()?;
     }
     let gone = options.stop_at_eof.then(super::node::end_of_stdin);
     serve(front, dir, &config, options.detached.then_some(IDLE), gone).await
+}
+
+/// Every trainer's connection has a few descriptors, and every reader of a step one for each of its parts: as many may be open as the system
+/// allows.
+fn allow_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 fn token(config: &ClientConfig) -> Result<Vec<u8>, Failure> {

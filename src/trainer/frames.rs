@@ -27,13 +27,25 @@ pub struct Frame {
 }
 
 /// What was received and is not yet a whole frame. Bounded by one frame and one read.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Incoming {
     bytes: Vec<u8>,
     descriptors: VecDeque<OwnedFd>,
+    max_descriptors: usize,
+}
+
+impl Default for Incoming {
+    fn default() -> Self {
+        Self::with_descriptors(2 * MAX_DESCRIPTORS)
+    }
 }
 
 impl Incoming {
+    /// An empty one that holds so many descriptors at most: more of them end the connection.
+    pub fn with_descriptors(max_descriptors: usize) -> Self {
+        Self { bytes: Vec::new(), descriptors: VecDeque::new(), max_descriptors }
+    }
+
     /// Receives once. Returns how many bytes came; 0 is the end of the stream.
     pub fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let start = self.bytes.len();
@@ -54,8 +66,8 @@ impl Incoming {
             }
         }
         result?;
-        if self.descriptors.len() > 2 * MAX_DESCRIPTORS {
-            let (found, expected) = (self.descriptors.len(), MAX_DESCRIPTORS);
+        if self.descriptors.len() > self.max_descriptors {
+            let (found, expected) = (self.descriptors.len(), self.max_descriptors);
             return Err(io::Error::other(MessageError::Descriptors { found, expected }));
         }
         Ok(count)
@@ -186,6 +198,9 @@ mod tests {
         };
         assert!(matches!(hostile([0xff, 0xff, 0xff, 0xff, 0]), MessageError::TooLong { .. }));
         assert!(matches!(hostile([0, 0, 0, 0, 1]), MessageError::Descriptors { .. }));
+        let files = (0..3).map(|_| tempfile::tempfile().unwrap().into()).collect();
+        Outgoing::new(b"", files).unwrap().send(a.as_fd()).unwrap();
+        assert!(Incoming::with_descriptors(2).receive(b.as_fd()).is_err());
         assert!(Outgoing::new(&vec![0; MAX_MESSAGE_BYTES + 1], Vec::new()).is_err());
     }
 }

@@ -28,6 +28,7 @@ pub const MAX_TABLE_BYTES: u64 = 1 << 30;
 
 const MAGIC: [u8; 8] = *b"rRdSEG\x01\0";
 const STATE_AT: usize = 12;
+const FILL_AT: usize = 64;
 const HASHED_FROM: usize = 16;
 const HASH_AT: usize = 96;
 const USED_BYTES: usize = HASH_AT + 32;
@@ -127,7 +128,7 @@ impl Header {
         put(48, &self.world.to_le_bytes());
         put(52, &self.rank.to_le_bytes());
         put(56, &self.step.0.to_le_bytes());
-        put(64, &self.fill.0);
+        put(FILL_AT, &self.fill.0);
         put(80, &self.table_offset.to_le_bytes());
         put(88, &self.table_bytes.to_le_bytes());
         let hash = header_hash(&out, table);
@@ -154,7 +155,7 @@ impl Header {
             world: u32_at(48),
             rank: u32_at(52),
             step: Step(u64_at(56)),
-            fill: FillId(array(bytes, 64)),
+            fill: FillId(array(bytes, FILL_AT)),
             table_offset,
             table_bytes,
         })
@@ -181,6 +182,20 @@ pub fn set_state(file: &File, state: State) -> io::Result<()> {
     file.write_all_at(&(state as u32).to_le_bytes(), STATE_AT as u64)
 }
 
+/// Writes into the header that the segment is being filled, and the filling: a later daemon learns from it what was not finished.
+pub fn set_filling(file: &File, fill: FillId) -> io::Result<()> {
+    set_state(file, State::Filling)?;
+    file.write_all_at(&fill.0, FILL_AT as u64)
+}
+
+/// The filling that a header names, whether it is whole or not; `None` when the segment is free. For segments whose content does not count.
+pub fn filling_of(file: &File) -> io::Result<Option<FillId>> {
+    let mut bytes = [0; USED_BYTES];
+    file.read_exact_at(&mut bytes, 0)?;
+    let is_free = array::<4>(&bytes, STATE_AT) == (State::Free as u32).to_le_bytes();
+    Ok((!is_free).then(|| FillId(array(&bytes, FILL_AT))))
+}
+
 /// Writes table and header, and says that the segment is staged. The extents must be written already.
 pub fn stage(map: &Writable, header: Header, table: &[u8]) -> io::Result<()> {
     let table_at = usize::try_from(header.table_offset).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -197,7 +212,7 @@ pub fn still_holds(map: &Readable, fill: FillId) -> io::Result<bool> {
     let mut bytes = [0; USED_BYTES];
     map.copy_to(0, &mut bytes)?;
     let state = map.load_acquire(STATE_AT)?;
-    Ok(state == State::Staged as u32 && array::<16>(&bytes, 64) == fill.0)
+    Ok(state == State::Staged as u32 && array::<16>(&bytes, FILL_AT) == fill.0)
 }
 
 /// The header of a staged segment, when it and the table are whole.

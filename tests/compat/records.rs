@@ -265,13 +265,20 @@ fn staged_job() -> JobRecord {
         keep: 3,
         committed_before: Some(vec![Step(1000), Step(1100)]),
     };
+    let old = LaunchRecord {
+        launch: LaunchId([0x1b; 16]),
+        resumed: Resumed::default(),
+        committed_before: None,
+        ..newest.clone()
+    };
+    let answer = |number, step| LoadAnswer { launch: LAUNCH, number, step };
     JobRecord {
         job: "gpt".parse().unwrap(),
         newest: Some(newest),
-        old: vec![LaunchId([0x1b; 16])],
+        old: vec![old],
         dropped: vec![FILL],
         abandoned: vec![(Step(1200), SAVE)],
-        loads: vec![LoadAnswer { launch: LAUNCH, number: 1, step: Step(1100) }],
+        loads: vec![answer(1, Some(Step(1100))), answer(2, None)],
     }
 }
 

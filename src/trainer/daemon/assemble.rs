@@ -13,6 +13,7 @@ use super::hold::Hold;
 use super::source::{HeldMemory, Pieces};
 use crate::format::table::{Extent, MergeInput, Table, TableBuilder, TableError};
 use crate::id::{FillId, SegmentId};
+use crate::kind::Kind;
 use crate::pipeline::save::Source;
 use crate::trainer::mapping::Readable;
 use crate::trainer::protocol::Part;
@@ -59,6 +60,23 @@ pub enum AssembleError {
     Worker(#[from] WorkerDied),
 }
 
+impl AssembleError {
+    /// What kind of failure this is: `Invalid` or `Corrupt` when the step is at fault, and trying again does not help.
+    pub fn kind(&self) -> Kind {
+        use std::io::ErrorKind::{NotFound, UnexpectedEof};
+        match self {
+            AssembleError::Segment { source: SegmentError::Map { source, .. }, .. }
+                if matches!(source.kind(), NotFound | UnexpectedEof) =>
+            {
+                Kind::Invalid
+            }
+            AssembleError::Segment { source, .. } => source.kind(),
+            AssembleError::Stranger { .. } | AssembleError::Table { .. } => Kind::Invalid,
+            AssembleError::Worker(_) => Kind::Internal,
+        }
+    }
+}
+
 /// The segment of one rank in the assembled step.
 #[derive(Debug, Clone, Copy)]
 pub struct RankPart {
@@ -77,6 +95,8 @@ pub struct RankPart {
 /// A step in memory, as one run of bytes with one table.
 #[derive(Debug, Clone)]
 pub struct Assembled {
+    /// The filling.
+    pub fill: FillId,
     /// The extents of all ranks, one rank behind the other.
     pub bytes: Pieces,
     /// Their table. Has no hashes before [`hash`].
@@ -109,9 +129,11 @@ pub fn assemble(
         (Pieces::default(), Vec::new(), Vec::new(), 0);
     for (rank, (segment, hold, segment_bytes)) in (0..).zip(segments) {
         let failed = |source| AssembleError::Segment { rank, source };
-        let map = folder
-            .open_segment(segment)
-            .map_err(std::io::Error::other)
+        let opened = folder.open_segment(segment).map_err(|error| match error.kind() {
+            Kind::NotFound => std::io::Error::new(std::io::ErrorKind::NotFound, error),
+            _ => std::io::Error::other(error),
+        });
+        let map = opened
             .and_then(|file| Readable::map(&file, segment_bytes))
             .map_err(|source| failed(SegmentError::Map { segment, source }))?;
         let (header, table) = read_staged(segment, &map).map_err(failed)?;
@@ -142,7 +164,7 @@ pub fn assemble(
     };
     let table = Table::merge(&inputs).map_err(wrong)?;
     table.check_coverage().map_err(wrong)?;
-    Ok(Assembled { bytes, table, parts })
+    Ok(Assembled { fill: key.fill, bytes, table, parts })
 }
 
 /// Which ranks hold parts of the name that an error is about.

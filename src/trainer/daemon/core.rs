@@ -44,8 +44,8 @@ pub struct StepKey {
 /// What the daemon has to do after a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Write into the segment's header that its content does not count any more: its owner is told to fill it.
-    MarkFilling(SegmentId),
+    /// Write into the segment's header that its content does not count any more, and the filling: its owner is told to fill it.
+    MarkFilling(SegmentId, FillId),
     /// Write into the segment's header that its content does not count any more: the step was dropped.
     MarkFree(SegmentId),
     /// Unlink the segment's files, when no process maps it any more.
@@ -58,6 +58,8 @@ pub enum Effect {
     Forget(StepKey),
     /// Keep the job's record.
     KeepJob(Job),
+    /// Find out what became of the saves that the job has abandoned, and remove those that are committed.
+    Settle(Job),
 }
 
 /// One process of a launch.
@@ -86,6 +88,8 @@ struct Segment {
     place: Place,
     len_bytes: u64,
     state: Use,
+    /// Its owner fills it again when it is free: it has not prepared anew since it got it.
+    is_current: bool,
     /// Counts uploads and readers.
     holds: Holds,
 }
@@ -151,8 +155,12 @@ pub struct Launch {
     pub committed_before: Option<BTreeSet<Step>>,
     members: BTreeMap<u32, MemberId>,
     segments_a_rank: usize,
+    /// Length of one segment of each rank together, for which memory was promised.
+    launch_bytes: u64,
     /// Memory that its ranks have not taken yet.
     reserved_bytes: u64,
+    /// Ranks that have taken theirs.
+    taken: BTreeSet<u32>,
     /// How its last steps ended, for ranks that ask.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }
@@ -166,7 +174,7 @@ pub struct JobState {
     pub old: VecDeque<LaunchId>,
     /// Fillings that were dropped, the last ones: a header that names one does not bring its step back.
     pub dropped: VecDeque<FillId>,
-    /// Committed saves that were abandoned and are still to be removed.
+    /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
     /// What was answered to the loads of a launch.
     pub loads: VecDeque<LoadAnswer>,
@@ -182,8 +190,8 @@ pub struct LoadAnswer {
     pub launch: LaunchId,
     /// Its how-manieth load it is.
     pub number: u32,
-    /// The step.
-    pub step: Step,
+    /// The step. `None`: there was nothing to load.
+    pub step: Option<Step>,
 }
 
 /// The answer to a request for a segment to fill.
@@ -195,8 +203,10 @@ pub enum FillOutcome {
     Full(String),
     /// What the launch resumed from was not compared with the cluster yet.
     Unchecked,
-    /// A further segment can be made.
+    /// A further segment is to be made. It counts already.
     Grow {
+        /// Its id.
+        segment: SegmentId,
         /// Its length.
         len_bytes: u64,
     },
@@ -212,6 +222,13 @@ pub struct Limits {
 }
 
 impl JobState {
+    fn drop_filling(&mut self, fill: FillId) {
+        if self.dropped.len() == steps::MAX_DROPPED {
+            self.dropped.pop_front();
+        }
+        self.dropped.push_back(fill);
+    }
+
     /// The names of the steps for which `is_it` holds, in their order.
     fn keys(&self, job: &Job, is_it: impl Fn(Step, LaunchId, &StagedStep) -> bool) -> Vec<StepKey> {
         let found =

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::StagingDaemon;
+use super::trace::{TracePoint, trace_point};
+use super::{StagingDaemon, lock};
 use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
 use crate::format::table::{FOOTER_BYTES, MergeInput, Table, table_range};
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
@@ -20,6 +21,9 @@ use crate::trainer::protocol::{Failure, Part};
 
 /// How long a step that nobody uses stays in memory: ranks of a launch do not ask at the same moment.
 const KEPT: Duration = Duration::from_secs(60);
+
+/// What is read from the cluster, or was, by job, step and save.
+pub type Fetches = BTreeMap<(Job, Step, SaveId), Arc<Fetch>>;
 
 /// A step that is being read from the cluster, or was.
 pub struct Fetch {
@@ -36,6 +40,8 @@ pub struct Fetch {
 
 /// A step that was read.
 pub struct Fetched {
+    /// The save that it is.
+    pub save: SaveId,
     /// Its table, with hashes.
     pub table: Table,
     /// The shards' files and where they lie.
@@ -61,21 +67,20 @@ impl Fetch {
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = now;
     }
 
+    /// Returns whether it is being read, or somebody uses it.
+    pub fn is_used(&self) -> bool {
+        // One is the fetch's own, one is that of `end`.
+        self.end().is_none_or(|end| end.is_ok_and(|fetched| Arc::strong_count(&fetched) > 2))
+    }
+
     /// Returns whether it is being read, somebody uses it, or a rank that begins a little later may ask for it.
     pub fn is_wanted(&self, now: Duration) -> bool {
-        match self.end() {
-            None => true,
-            // One is the fetch's own, one is that of `end`.
-            Some(Ok(fetched)) if Arc::strong_count(&fetched) > 2 => {
-                self.touch(now);
-                true
-            }
-            Some(Ok(_)) => {
-                let used_at = *self.used_at.lock().unwrap_or_else(PoisonError::into_inner);
-                now.saturating_sub(used_at) < KEPT
-            }
-            Some(Err(_)) => false,
+        if self.is_used() {
+            self.touch(now);
+            return true;
         }
+        let used_at = *self.used_at.lock().unwrap_or_else(PoisonError::into_inner);
+        self.end().is_some_and(|end| end.is_ok()) && now.saturating_sub(used_at) < KEPT
     }
 
     /// The end, when it has come.
@@ -124,22 +129,21 @@ impl StagingDaemon {
         step: Step,
         save: SaveId,
     ) -> Result<Arc<Fetch>, Failure> {
-        if let Some(fetch) = self.fetches().get(&(job.clone(), step))
-            && fetch.save == save
-            && !matches!(fetch.end(), Some(Err(_)))
-        {
+        let known = |fetches: &Fetches, save: SaveId| {
+            let found = fetches.get(&(job.clone(), step, save)).cloned();
+            found.filter(|fetch| !matches!(fetch.end(), Some(Err(_))))
+        };
+        if let Some(fetch) = known(&self.fetches(), save) {
             fetch.touch(self.clock.now());
-            return Ok(fetch.clone());
+            return Ok(fetch);
         }
         let shown =
             self.client.show(job, Some(step)).await.map_err(|error| failed(step, &error))?;
         let save = shown.step.saved.save;
         let mut fetches = self.fetches();
-        if let Some(fetch) = fetches.get(&(job.clone(), step))
-            && fetch.save == save
-            && !matches!(fetch.end(), Some(Err(_)))
-        {
-            return Ok(fetch.clone());
+        if let Some(fetch) = known(&fetches, save) {
+            fetch.touch(self.clock.now());
+            return Ok(fetch);
         }
         let fetch = Arc::new(Fetch {
             step,
@@ -149,8 +153,9 @@ impl StagingDaemon {
             used_at: Mutex::new(self.clock.now()),
             state: Mutex::new(None),
         });
-        fetches.insert((job.clone(), step), fetch.clone());
+        fetches.insert((job.clone(), step, save), fetch.clone());
         drop(fetches);
+        trace_point(TracePoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
         tokio::spawn(async move {
             let end = daemon.read_step(&job, &shown, &running).await;
@@ -159,6 +164,44 @@ impl StagingDaemon {
             daemon.bell.ring();
         });
         Ok(fetch)
+    }
+
+    /// Makes room for what is read, and counts it from the same moment on. Returns whether there is room.
+    fn take_room(self: &Arc<Self>, fetch: &Fetch, len_bytes: u64) -> bool {
+        let fetches = self.fetches();
+        let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
+        let has_room = self.with(|core| core.make_room(len_bytes, &is_unmapped));
+        if has_room {
+            fetch.total_bytes.store(len_bytes, Ordering::Relaxed);
+            self.count_fetches(&fetches);
+        }
+        has_room
+    }
+
+    /// Counts the memory of files that were read from the cluster, and removes those that nobody reads.
+    pub(super) fn account_fetches(&self) {
+        let now = self.clock.now();
+        let mut fetches = self.fetches();
+        fetches.retain(|_, fetch| fetch.is_wanted(now));
+        self.count_fetches(&fetches);
+    }
+
+    /// Gives back the files of a job that nobody reads. Returns their bytes.
+    pub(super) fn free_fetches(&self, job: &Job) -> u64 {
+        let (mut fetches, mut bytes) = (self.fetches(), 0);
+        fetches.retain(|(of, ..), fetch| {
+            let stays = of != job || fetch.is_used();
+            bytes += if stays { 0 } else { fetch.progress().1 };
+            stays
+        });
+        self.count_fetches(&fetches);
+        bytes
+    }
+
+    /// Under the lock of the map, so that the count is the map's.
+    fn count_fetches(&self, fetches: &Fetches) {
+        let bytes = fetches.values().map(|fetch| fetch.progress().1).sum();
+        lock(&self.core).set_fetched_bytes(bytes);
     }
 
     async fn read_step(
@@ -176,14 +219,11 @@ impl StagingDaemon {
                 "`rapidraid restore` writes it to files",
             ));
         };
-        let len_bytes = shards.iter().map(|(_, bytes)| bytes).sum();
-        fetch.total_bytes.store(len_bytes, Ordering::Relaxed);
-        let has_room =
-            self.with(|core| core.make_room(len_bytes, &|id| self.folder.is_unmapped(id)));
-        if !has_room {
+        let len_bytes = shards.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+        if !self.take_room(fetch, len_bytes) {
             return Err(self.with(|core| core.no_room(len_bytes)));
         }
-        let mut fetched = Fetched { table: Table::default(), files: Vec::new() };
+        let mut fetched = Fetched { save: fetch.save, table: Table::default(), files: Vec::new() };
         let io_failed = |error: io::Error| {
             let hint =
                 "the staging folder needs room for the step; see staging.dir and staging.memory";

@@ -12,7 +12,7 @@ use super::records::{InstanceRecord, JobRecord, OwnerRecord, StepRecord};
 use crate::entropy::Entropy;
 use crate::format::FormatError;
 use crate::format::records::Record;
-use crate::id::{ClusterId, InstanceId, Job, SegmentId};
+use crate::id::{ClusterId, FillId, InstanceId, Job, SegmentId};
 use crate::kind::Kind;
 use crate::trainer::mapping;
 use crate::trainer::segment::{self, State};
@@ -27,6 +27,8 @@ const LOCK: &str = "lock";
 /// Memory that is given up when the daemon has to keep a record and the file system is full.
 const RESERVE: &str = "reserve";
 const RESERVE_BYTES: u64 = 1 << 20;
+/// Ends the name of a file that is being written. No job's name has this character.
+const TEMPORARY: &str = "~new";
 
 /// Why the folder cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -203,14 +205,32 @@ impl Folder {
         Ok(file.into())
     }
 
-    /// Writes the state into a segment's header.
-    pub fn set_state(&self, id: SegmentId, state: State) -> io::Result<()> {
+    /// Writes into a segment's header that nothing in it counts.
+    pub fn set_free(&self, id: SegmentId) -> io::Result<()> {
+        self.with_header(id, |file| segment::set_state(file, State::Free))
+    }
+
+    /// Writes into a segment's header that it is being filled.
+    pub fn set_filling(&self, id: SegmentId, fill: FillId) -> io::Result<()> {
+        self.with_header(id, |file| segment::set_filling(file, fill))
+    }
+
+    fn with_header(
+        &self,
+        id: SegmentId,
+        write: impl FnOnce(&File) -> io::Result<()>,
+    ) -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(self.segment_path(id))?;
         if file.metadata()?.len() == 0 {
             // Its owner has not reserved its memory yet: there is nothing to take back.
             return Ok(());
         }
-        segment::set_state(&file, state)
+        write(&file)
+    }
+
+    /// The filling that a segment's header names; `None` when it is free, or has no header.
+    pub fn filling_of(&self, id: SegmentId) -> Option<FillId> {
+        segment::filling_of(&self.open_segment(id).ok()?).ok()?
     }
 
     /// Opens a segment for reading.
@@ -348,7 +368,7 @@ impl Folder {
         let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
         // What a killed daemon was writing.
         paths.retain(|path| {
-            let is_temporary = path.extension().is_some_and(|extension| extension == "new");
+            let is_temporary = path.to_string_lossy().ends_with(TEMPORARY);
             if is_temporary {
                 let _ = fs::remove_file(path);
             }
@@ -414,7 +434,7 @@ impl Folder {
 
     fn try_write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
         let mut name = path.as_os_str().to_owned();
-        name.push(".new");
+        name.push(TEMPORARY);
         let temporary = PathBuf::from(name);
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true).mode(0o600);
@@ -446,4 +466,37 @@ fn check_owner(path: &Path) -> Result<(), FolderError> {
 fn boot_id() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     id.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::entropy::SeededEntropy;
+
+    fn open(path: &Path) -> Folder {
+        Folder::open(path, ClusterId([1; 16]), &SeededEntropy::new(1)).unwrap()
+    }
+
+    fn job_record(name: &str) -> JobRecord {
+        let (newest, old, dropped) = (None, Vec::new(), vec![crate::id::FillId([1; 16])]);
+        let job = name.parse().unwrap();
+        JobRecord { job, newest, old, dropped, abandoned: Vec::new(), loads: Vec::new() }
+    }
+
+    #[test]
+    fn records_of_every_job_are_found_and_what_was_being_written_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("staging");
+        let folder = open(&path);
+        let names = ["gpt", "gpt.new", "table", "a.b-c_d"];
+        names.iter().for_each(|name| folder.keep_job(&job_record(name)).unwrap());
+        let half = path.join("jobs/half~new");
+        fs::write(&half, b"half").unwrap();
+        drop(folder);
+        let mut found: Vec<String> =
+            open(&path).jobs().unwrap().into_iter().map(|record| record.job.to_string()).collect();
+        found.sort();
+        assert_eq!(found, ["a.b-c_d", "gpt", "gpt.new", "table"]);
+        assert!(!half.exists());
+    }
 }

@@ -10,12 +10,14 @@ use std::time::Duration;
 use rustix::fs::MemfdFlags;
 
 use super::StagingDaemon;
-use super::assemble::{Assembled, parts_of};
+use super::assemble::{Assembled, find_changed, parts_of};
 use super::core::{LoadAnswer, StepKey};
 use super::fetch::Fetched;
 use super::hold::Hold;
+use super::server::MAX_HELD_BACK;
+use super::trace::{TracePoint, trace_point};
 use crate::format::table::Table;
-use crate::id::{Job, LaunchId, MemberId, SaveId, Step};
+use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{
     Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Resumed,
@@ -39,6 +41,19 @@ pub enum Source {
 /// Names a load of a launch: its ranks share what they have verified.
 pub type LoadKey = (Job, LaunchId, u32);
 
+/// The bytes that a load reads: rows of extents mean nothing in others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Content {
+    Filling(FillId),
+    Save(SaveId),
+}
+
+/// Extents of a load that some rank of its launch has verified, one bit for each row.
+pub struct Verified {
+    of: Content,
+    bits: Vec<u8>,
+}
+
 struct Ticket {
     source: Source,
     of: Option<LoadKey>,
@@ -56,6 +71,13 @@ impl Source {
         match self {
             Source::Memory { step, .. } => &step.table,
             Source::Cluster { fetched } => &fetched.table,
+        }
+    }
+
+    fn content(&self) -> Content {
+        match self {
+            Source::Memory { step, .. } => Content::Filling(step.fill),
+            Source::Cluster { fetched } => Content::Save(fetched.save),
         }
     }
 
@@ -80,6 +102,10 @@ fn pending(what: String, (done_bytes, total_bytes): (u64, u64)) -> Replied {
     Ok((Answer::Pending(Pending { what, done_bytes, total_bytes }), Vec::new()))
 }
 
+fn other_answer() -> Replied {
+    pending("another rank of the launch was given another step".to_owned(), (0, 0))
+}
+
 impl StagingDaemon {
     /// Finds the step of a load and gets it ready. The answer may be that it is not yet.
     pub(super) async fn load(
@@ -92,7 +118,10 @@ impl StagingDaemon {
             let message = format!("this process has {MAX_TICKETS} loads open");
             return Err(Failure::new(Kind::Busy, message, "release one first"));
         }
-        let until = self.clock.now() + Duration::from_millis(load.limit_ms.into());
+        let limit = Duration::from_millis(load.limit_ms.into()).min(MAX_HELD_BACK);
+        let until = self.clock.now() + limit;
+        // What ranks that are gone have written counts before it is said what there is to load.
+        self.accept_headers(None);
         let committed = match self.committed_saves(&load.job).await {
             Ok(committed) => Some(committed),
             Err(_) if load.offline => None,
@@ -104,15 +133,19 @@ impl StagingDaemon {
         };
         let newest = committed.as_ref().and_then(|saves| saves.last()).map(|(step, _)| *step);
         let (step, source) = match self.find(load, committed.as_deref())? {
-            Found::Nothing => return Ok((Answer::Nothing, Vec::new())),
-            Found::InMemory(key) => match self.hashed_step(&key).await? {
-                Some(assembled) => {
-                    let holds = self.with(|core| core.hold_step(&key)).unwrap_or_default();
-                    let _holds = holds.into_iter().map(|(_, hold, _)| hold).collect();
-                    (key.step, Source::Memory { step: assembled, _holds })
-                }
-                None => return pending(format!("step {} went away", key.step), (0, 0)),
+            Found::Nothing => match self.remember(member, load, None, newest) {
+                true => return Ok((Answer::Nothing, Vec::new())),
+                false => return other_answer(),
             },
+            Found::InMemory(key) => {
+                let went_away = || pending(format!("step {} went away", key.step), (0, 0));
+                let Some(step) = self.hashed_step(&key).await? else { return went_away() };
+                let Some(holds) = self.with(|core| core.hold_step(&key)) else {
+                    return went_away();
+                };
+                let _holds = holds.into_iter().map(|(_, hold, _)| hold).collect();
+                (key.step, Source::Memory { step, _holds })
+            }
             Found::InCluster(step, save) => {
                 let fetch = self.fetch(&load.job, step, save).await?;
                 let mut heard = self.bell.listen();
@@ -129,7 +162,10 @@ impl StagingDaemon {
                 }
             }
         };
-        self.remember(member, load, step, newest);
+        if !self.remember(member, load, Some(step), newest) {
+            return other_answer();
+        }
+        trace_point(TracePoint::Loading, &load.job, step);
         self.open_ticket(load, step, newest, source, tickets)
     }
 
@@ -147,7 +183,11 @@ impl StagingDaemon {
         let bytes = source.table().to_bytes().map_err(|error| failed(&error))?;
         let descriptor = memory_file(&bytes).map_err(|error| failed(&error))?;
         let of = load.launch.map(|(launch, number)| (load.job.clone(), launch, number));
-        let verified = of.as_ref().and_then(|of| self.verified().get(of).cloned());
+        let verified = of.as_ref().and_then(|of| {
+            let all = self.verified();
+            let found = all.get(of).filter(|found| found.of == source.content());
+            found.map(|found| found.bits.clone())
+        });
         let parts = source.parts().len() as u32;
         let (kind, world) = match source {
             Source::Memory { .. } => (LoadSource::Memory, parts),
@@ -207,13 +247,17 @@ impl StagingDaemon {
             })
         });
         if let (Some(answered), Some(asked)) = (answered, load.step)
-            && answered != asked
+            && answered != Some(asked)
         {
+            let other = answered.map_or("nothing".to_owned(), |step| format!("step {step}"));
             let message =
-                format!("this rank loads step {asked}, another rank of its launch step {answered}");
+                format!("this rank loads step {asked}, another rank of its launch {other}");
             return Err(Failure::new(Kind::Invalid, message, "all ranks must load the same step"));
         }
-        let wanted = load.step.or(answered);
+        if answered == Some(None) {
+            return Ok(Found::Nothing);
+        }
+        let wanted = load.step.or(answered.flatten());
         if committed.is_some() {
             self.with(|core| core.drop_replaced(&load.job, &|step| of(step).map(|save| save.1)));
         }
@@ -244,22 +288,28 @@ impl StagingDaemon {
         })
     }
 
-    /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there.
+    /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there. Returns whether it counts:
+    /// another rank may have been given another step meanwhile.
     fn remember(
         self: &Arc<Self>,
         member: MemberId,
         load: &Load,
-        step: Step,
+        step: Option<Step>,
         newest_seen: Option<Step>,
-    ) {
-        let Some((launch, number)) = load.launch else { return };
+    ) -> bool {
+        let Some((launch, number)) = load.launch else { return true };
         self.with(|core| {
-            core.answer_load(&load.job, LoadAnswer { launch, number, step });
-            if let Some(place) = core.place(member).cloned() {
-                let resumed = Resumed { loaded: Some(step), newest_seen, abandon_later: false };
+            if core.answer_load(&load.job, LoadAnswer { launch, number, step }) != step {
+                return false;
+            }
+            if let Some(place) = core.place(member).cloned()
+                && step.is_some()
+            {
+                let resumed = Resumed { loaded: step, newest_seen, abandon_later: false };
                 core.loaded(&place, resumed);
             }
-        });
+            true
+        })
     }
 
     /// Descriptors for the parts of a load, from `first` on.
@@ -298,8 +348,12 @@ impl StagingDaemon {
         while verified.len() >= MAX_VERIFIED && !verified.contains_key(of) {
             verified.pop_first();
         }
-        let bits = verified.entry(of.clone()).or_default();
-        bits.resize(count.div_ceil(8), 0);
+        let none = || Verified { of: source.content(), bits: vec![0; count.div_ceil(8)] };
+        let found = verified.entry(of.clone()).or_insert_with(none);
+        if found.of != source.content() {
+            *found = none();
+        }
+        let bits = &mut found.bits;
         for &extent in extents.iter().filter(|extent| (**extent as usize) < count) {
             if let Some(byte) = bits.get_mut(extent as usize / 8) {
                 *byte |= 1 << (extent % 8);
@@ -313,8 +367,9 @@ impl StagingDaemon {
         tickets.open.remove(&ticket);
     }
 
-    /// An extent of a load does not have its hash: the step in memory is given up. Once it is committed it is loaded from the cluster.
-    pub(super) fn set_corrupt(
+    /// A process says that an extent of a load does not have its hash. If that is so the step in memory is given up: once it is committed it
+    /// is loaded from the cluster. The daemon looks itself, because a step that is not committed is lost with its memory.
+    pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,
         ticket: u64,
@@ -324,13 +379,22 @@ impl StagingDaemon {
         if let Some(of) = of {
             self.verified().remove(&of);
         }
-        if let Source::Memory { step, .. } = &source {
-            let fill = step.parts.first().map(|part| part.fill);
-            tracing::error!(
-                "{name} is damaged in memory: the step is not loaded from there any more"
-            );
-            drop(source);
-            self.with(|core| core.give_up_memory(fill, name));
+        let Source::Memory { step, _holds } = source else { return Ok(()) };
+        let changed = find_changed(&step, &self.workers).await;
+        let fill = step.fill;
+        drop((step, _holds));
+        match changed {
+            Ok(None) => {
+                tracing::error!(
+                    "a trainer says that {name} is damaged in memory, and it is not: look at the memory that the trainer copied it to"
+                );
+            }
+            _ => {
+                tracing::error!(
+                    "{name} is damaged in memory: the step is not loaded from there any more"
+                );
+                self.with(|core| core.give_up_memory(fill, name));
+            }
         }
         Ok(())
     }

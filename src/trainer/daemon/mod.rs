@@ -10,6 +10,7 @@ pub mod records;
 mod recovery;
 mod server;
 pub mod source;
+pub mod trace;
 mod upload;
 
 use std::collections::BTreeMap;
@@ -22,18 +23,19 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use self::core::{Core, Effect, Limits, StepKey};
-use self::fetch::Fetch;
+use self::fetch::Fetches;
 use self::folder::{Folder, FolderError};
 use self::hold::Bell;
-use self::loads::LoadKey;
+use self::loads::{LoadKey, Verified};
 use self::records::SaveState;
+use self::trace::{TracePoint, trace_point};
 use crate::client::{Client, Progress};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
-use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId, Step};
+use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId};
 use crate::kind::Kind;
 use crate::trainer::mapping::Readable;
-use crate::trainer::segment::{Header, State, read_header};
+use crate::trainer::segment::{Header, read_header};
 use crate::workers::Workers;
 
 /// Between two looks at deadlines and at memory that processes have let go.
@@ -100,8 +102,8 @@ pub struct StagingDaemon {
     /// One save at a time for each job.
     queues: Mutex<BTreeMap<Job, Arc<tokio::sync::Mutex<()>>>>,
     progress: Mutex<BTreeMap<StepKey, Progress>>,
-    fetches: Mutex<BTreeMap<(Job, Step), Arc<Fetch>>>,
-    verified: Mutex<BTreeMap<LoadKey, Vec<u8>>>,
+    fetches: Mutex<Fetches>,
+    verified: Mutex<BTreeMap<LoadKey, Verified>>,
     connections: watch::Sender<usize>,
 }
 
@@ -114,6 +116,12 @@ pub struct Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+fn marked(segment: SegmentId, written: io::Result<()>) {
+    if let Err(error) = written {
+        tracing::error!(%segment, %error, "the state of a segment is not written");
     }
 }
 
@@ -167,7 +175,10 @@ impl StagingDaemon {
             let mut effects = std::mem::take(&mut core.effects);
             // A record goes after the headers that it is about: without them it is removed, but without it they would bring the step back.
             effects.sort_by_key(|effect| {
-                !matches!(effect, Effect::MarkFilling(_) | Effect::MarkFree(_) | Effect::KeepJob(_))
+                !matches!(
+                    effect,
+                    Effect::MarkFilling(..) | Effect::MarkFree(_) | Effect::KeepJob(_)
+                )
             });
             for effect in effects {
                 self.apply(&mut core, effect);
@@ -178,14 +189,17 @@ impl StagingDaemon {
 
     fn apply(self: &Arc<Self>, core: &mut Core, effect: Effect) {
         match effect {
-            Effect::MarkFilling(segment) => self.set_state(segment, State::Filling),
-            Effect::MarkFree(segment) => self.set_state(segment, State::Free),
+            Effect::MarkFilling(segment, fill) => {
+                marked(segment, self.folder.set_filling(segment, fill));
+            }
+            Effect::MarkFree(segment) => marked(segment, self.folder.set_free(segment)),
             Effect::Unlink(segment) => {
-                if self.folder.unlink_segment(segment) {
+                if core.doomed().contains(&segment) && self.folder.unlink_segment(segment) {
                     core.freed(segment);
                 }
             }
             Effect::Forget(key) => {
+                trace_point(TracePoint::Forgetting, &key.job, key.step);
                 self.folder.forget_step(&key);
                 lock(&self.progress).remove(&key);
             }
@@ -203,14 +217,10 @@ impl StagingDaemon {
                     // The headers say the same to the next daemon.
                     tracing::warn!(job = %key.job, step = %key.step, %error, "the step's record is not kept");
                 }
+                trace_point(TracePoint::Staged, &key.job, key.step);
             }
             Effect::Save(key) => drop(tokio::spawn(self.clone().save_step(key))),
-        }
-    }
-
-    fn set_state(&self, segment: SegmentId, state: State) {
-        if let Err(error) = self.folder.set_state(segment, state) {
-            tracing::error!(%segment, %error, "the state of a segment is not written");
+            Effect::Settle(job) => drop(tokio::spawn(self.clone().remove_abandoned(job))),
         }
     }
 
@@ -247,22 +257,12 @@ impl StagingDaemon {
         lock(&self.progress).get(key).map_or((0, 0), |p| (p.done_bytes, p.total_bytes))
     }
 
-    fn fetches(&self) -> MutexGuard<'_, BTreeMap<(Job, Step), Arc<Fetch>>> {
+    fn fetches(&self) -> MutexGuard<'_, Fetches> {
         lock(&self.fetches)
     }
 
-    fn verified(&self) -> MutexGuard<'_, BTreeMap<LoadKey, Vec<u8>>> {
+    fn verified(&self) -> MutexGuard<'_, BTreeMap<LoadKey, Verified>> {
         lock(&self.verified)
-    }
-
-    /// Counts the memory of files that were read from the cluster, and removes those that nobody reads.
-    fn account_fetches(self: &Arc<Self>) {
-        let mut fetches = self.fetches();
-        let now = self.clock.now();
-        fetches.retain(|_, fetch| fetch.is_wanted(now));
-        let bytes = fetches.values().map(|fetch| fetch.progress().1).sum();
-        drop(fetches);
-        lock(&self.core).set_fetched_bytes(bytes);
     }
 
     /// Waits for a change, at most `limit`.
@@ -286,6 +286,8 @@ impl StagingDaemon {
                 core.check_deadlines(now);
                 core.drop_orphans(&|segment| self.folder.is_unmapped(segment));
             });
+            // A step that was read is kept for ranks that begin later, and then goes.
+            self.account_fetches();
             self.folder.keep_reserve();
         }
     }

@@ -71,17 +71,17 @@ pub struct JobRecord {
     pub job: Job,
     /// The launch that may write.
     pub newest: Option<LaunchRecord>,
-    /// Launches that may not write any more.
-    pub old: Vec<LaunchId>,
+    /// Launches that may not write any more: what they knew decides whether the steps that they staged may replace others.
+    pub old: Vec<LaunchRecord>,
     /// Fillings that were dropped.
     pub dropped: Vec<FillId>,
-    /// Committed saves that were abandoned and are still to be removed.
+    /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
     /// What was answered to loads.
     pub loads: Vec<LoadAnswer>,
 }
 
-/// What is known of the launch that may write.
+/// What is known of a launch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchRecord {
     /// The launch.

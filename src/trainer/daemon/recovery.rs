@@ -8,7 +8,8 @@ use super::StagingDaemon;
 use super::core::{Effect, Phase, RestoredStep, StepKey};
 use super::folder::FolderError;
 use super::records::{OwnerRecord, SaveState};
-use crate::id::{Job, SaveId, SegmentId, Step};
+use crate::client::ClientError;
+use crate::id::{Job, SegmentId, Step};
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::read_header;
 
@@ -21,7 +22,7 @@ impl StagingDaemon {
         let (jobs, steps) = (self.folder.jobs()?, self.folder.steps()?);
         let segments: BTreeMap<SegmentId, OwnerRecord> =
             self.folder.segments()?.into_iter().collect();
-        let mut headers: BTreeMap<StepKey, BTreeMap<u32, SegmentId>> = BTreeMap::new();
+        let mut headers: BTreeMap<StepKey, Vec<(u32, SegmentId)>> = BTreeMap::new();
         for (id, owner) in &segments {
             let header = self
                 .folder
@@ -35,7 +36,7 @@ impl StagingDaemon {
             {
                 let (job, step) = (place.job.clone(), header.step);
                 let key = StepKey { job, step, launch: header.launch, fill: header.fill };
-                headers.entry(key).or_default().insert(header.rank, *id);
+                headers.entry(key).or_default().push((header.rank, *id));
             }
         }
         self.with(|core| {
@@ -49,52 +50,64 @@ impl StagingDaemon {
             for record in steps {
                 let key = record.key();
                 let staged = headers.remove(&key).unwrap_or_default();
-                let is_whole = record.segments.iter().all(|id| staged.values().any(|at| at == id));
+                let is_whole = (0..).zip(&record.segments).all(|(rank, id)| staged.contains(&(rank, *id)));
                 let phase = match record.save {
                     SaveState::Unsaved => Phase::Staged,
                     SaveState::Begun { saves } => Phase::Saving { saves },
                     SaveState::Committed { save } => Phase::Committed { save, notes: Vec::new() },
                 };
-                if !is_whole || staged.len() != record.segments.len() {
-                    tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again: the step is not in memory any more");
-                    self.folder.forget_step(&key);
+                let parts = (0..).zip(record.segments).collect();
+                if is_whole && core.restore_step(key.clone(), RestoredStep { parts, phase }) {
+                    found += 1;
                     continue;
                 }
-                found += 1;
-                core.restore_step(key, RestoredStep { parts: staged, phase });
+                tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again, or the step was dropped: it is not in memory any more");
+                self.folder.forget_step(&key);
             }
-            for (key, parts) in headers {
-                let first = parts.values().next().and_then(|id| segments.get(id));
-                let is_whole = first.is_some_and(|owner| owner.place.world == parts.len() as u32);
-                if is_whole && core.may_restore(&key) {
+            for (key, staged) in headers {
+                let world = staged.first().and_then(|(_, id)| segments.get(id)).map_or(0, |o| o.place.world);
+                let parts: BTreeMap<u32, SegmentId> = staged.iter().copied().collect();
+                let is_whole = parts.len() == staged.len() && parts.len() as u32 == world;
+                if is_whole
+                    && core.may_restore(&key)
+                    && core.restore_step(key.clone(), RestoredStep { parts, phase: Phase::Staged })
+                {
                     found += 1;
-                    core.restore_step(key.clone(), RestoredStep { parts, phase: Phase::Staged });
                     core.effects.push(Effect::KeepStep(key));
                 }
             }
+            core.drop_left(&|id| self.folder.filling_of(id));
             if found > 0 {
                 tracing::info!(steps = found, segments = segments.len(), "found in the staging folder");
             }
         });
-        for (job, saves) in self.with(|core| core.abandoned()) {
-            tokio::spawn(self.clone().remove_abandoned(job, saves));
+        for job in self.with(|core| core.with_abandoned()) {
+            tokio::spawn(self.clone().remove_abandoned(job));
         }
         Ok(())
     }
 
-    /// Removes what a daemon before this one was removing, however often that has to be tried.
-    async fn remove_abandoned(self: Arc<Self>, job: Job, mut saves: Vec<(Step, SaveId)>) {
-        while let Some((step, save)) = saves.last().copied() {
-            match self.remove_save(&job, step, save).await {
-                Ok(()) => {
-                    saves.pop();
-                    self.with(|core| core.set_abandoned(&job, saves.clone()));
-                }
-                Err(error) => {
-                    tracing::warn!(%job, %step, %error, "an abandoned step is not removed yet");
-                    self.clock.sleep(REMOVE_AGAIN).await;
-                }
-            }
+    /// Settles what is abandoned, however often that has to be tried.
+    pub(super) async fn remove_abandoned(self: Arc<Self>, job: Job) {
+        while let Err((step, error)) = self.settle_abandoned(&job).await {
+            tracing::warn!(%job, %step, %error, "an abandoned step is not removed yet");
+            self.clock.sleep(REMOVE_AGAIN).await;
         }
+    }
+
+    /// Aborts the saves that the job has abandoned and removes those that are committed, the newest first. They are remembered until they
+    /// are gone, so that nothing resumes from them after a crash.
+    pub(super) async fn settle_abandoned(
+        self: &Arc<Self>,
+        job: &Job,
+    ) -> Result<(), (Step, ClientError)> {
+        while let Some((step, save)) = self.with(|core| core.next_abandoned(job)) {
+            let failed = |error| (step, error);
+            if self.settle(job, step, &[save]).await.map_err(failed)?.is_some() {
+                self.remove_save(job, step, save).await.map_err(failed)?;
+            }
+            self.with(|core| core.forget_abandoned(job, &(step, save)));
+        }
+        Ok(())
     }
 }

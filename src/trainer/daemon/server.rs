@@ -13,6 +13,7 @@ use tokio::net::{UnixListener, UnixStream};
 use super::core::FillOutcome;
 use super::loads::Tickets;
 use super::records::OwnerRecord;
+use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, StartError};
 use crate::clock::deadline;
 use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
@@ -25,10 +26,12 @@ use crate::trainer::protocol::{
 
 /// Connections at once; more are closed at once.
 const MAX_CONNECTIONS: usize = 256;
+/// Descriptors that a connection may have sent and not announced: a greeting comes with one, and nothing else with any.
+const MAX_RECEIVED: usize = 2;
 /// How long a new connection may take to say who it is, and a trainer to take an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// An answer is held back no longer than this, whatever the request says.
-const MAX_HELD_BACK: Duration = Duration::from_secs(10);
+pub(super) const MAX_HELD_BACK: Duration = Duration::from_secs(10);
 
 /// Between two looks at memory that processes may have let go: nothing tells when they do.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
@@ -37,6 +40,10 @@ type Replied = Result<(Answer, Vec<OwnedFd>), Failure>;
 
 fn plain(answer: Answer) -> Replied {
     Ok((answer, Vec::new()))
+}
+
+fn waiting(what: String) -> Replied {
+    plain(Answer::Pending(Pending { what, done_bytes: 0, total_bytes: 0 }))
 }
 
 /// One connection.
@@ -133,7 +140,8 @@ impl StagingDaemon {
 
     async fn serve_one(self: Arc<Self>, socket: UnixStream) -> std::io::Result<()> {
         let peer_user = rustix::net::sockopt::socket_peercred(socket.as_fd())?.uid;
-        let mut connection = Connection { socket, incoming: Incoming::default() };
+        let mut connection =
+            Connection { socket, incoming: Incoming::with_descriptors(MAX_RECEIVED) };
         let clock = self.clock.clone();
         let first = deadline(&*clock, PATIENCE, connection.receive()).await;
         let Some(mut frame) = first.map_err(std::io::Error::other)?? else { return Ok(()) };
@@ -217,7 +225,7 @@ impl StagingDaemon {
                 plain(Answer::Done)
             }
             Request::Corrupt { ticket, name } => {
-                self.set_corrupt(&mut peer.tickets, ticket, &name)?;
+                self.set_corrupt(&mut peer.tickets, ticket, &name).await?;
                 self.account_fetches();
                 plain(Answer::Done)
             }
@@ -232,18 +240,25 @@ impl StagingDaemon {
             Request::Free { job, with_unsaved } => {
                 let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
                 let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
-                plain(Answer::Freed { bytes })
+                plain(Answer::Freed { bytes: bytes + self.free_fetches(&job) })
             }
         }
     }
 
     /// Makes segments, when there is room for them, and watches the process from now on.
     async fn prepare(self: &Arc<Self>, peer: &mut Peer, prepare: &Prepare) -> Replied {
+        let made = self.prepare_segments(peer.member, prepare).await;
+        // Also after a failure: the process is a member of its launch. And not before the files are there: what is left of a process that
+        // is gone is looked for once.
+        self.watch(peer);
+        made
+    }
+
+    async fn prepare_segments(self: &Arc<Self>, member: MemberId, prepare: &Prepare) -> Replied {
         let limit = Duration::from_millis(prepare.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
         let mut new_id = || SegmentId(self.entropy.id());
-        let member = peer.member;
         // What ranks of an older launch have written counts before the launch is over.
         self.accept_headers(None);
         let mut heard = self.bell.listen();
@@ -258,19 +273,13 @@ impl StagingDaemon {
                         if !self.with(|core| core.may_get_room(&prepare.place)) {
                             return Err(failure);
                         }
-                        let what = failure.message;
-                        return plain(Answer::Pending(Pending {
-                            what,
-                            done_bytes: 0,
-                            total_bytes: 0,
-                        }));
+                        return waiting(failure.message);
                     }
                     self.wait_for_bell(&mut heard, (until - now).min(LOOK_AGAIN)).await;
                 }
                 Err(failure) => return Err(failure),
             }
         };
-        self.watch(peer);
         let mut descriptors = Vec::with_capacity(segments.len());
         for &id in &segments {
             descriptors.push(self.make_segment(
@@ -325,33 +334,46 @@ impl StagingDaemon {
     async fn fill(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {
         let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
+        // The answer to its last *staged* may be lost: that step is not dropped because the rank goes on to another one.
+        self.accept_headers(Some(member));
         let mut heard = self.bell.listen();
         loop {
             let now = self.clock.now();
             let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
             let mut new_fill = || FillId(self.entropy.id());
-            let outcome =
-                self.with(|core| core.fill(member, step, now, &is_unmapped, &mut new_fill))?;
+            let mut new_segment = || SegmentId(self.entropy.id());
+            let outcome = self.with(|core| {
+                core.fill(member, step, now, &is_unmapped, &mut new_fill, &mut new_segment)
+            })?;
             match outcome {
                 FillOutcome::Segment(segment, fill) => {
+                    if let Some(place) = self.with(|core| core.place(member).cloned()) {
+                        trace_point(TracePoint::Filling, &place.job, step);
+                    }
                     return plain(Answer::Fill { segment, fill });
                 }
-                FillOutcome::Unchecked => self.check_resumed(member).await?,
-                FillOutcome::Grow { len_bytes } => {
-                    let id = SegmentId(self.entropy.id());
+                FillOutcome::Unchecked => match self.check_resumed(member, until).await {
+                    Ok(None) => {}
+                    Ok(Some(what)) => return waiting(what),
+                    Err(failure) if failure.kind().is_transient() => {
+                        self.clock.sleep(LOOK_AGAIN.min(until.saturating_sub(now))).await;
+                        if self.clock.now() >= until {
+                            return waiting(failure.message);
+                        }
+                    }
+                    Err(failure) => return Err(failure),
+                },
+                FillOutcome::Grow { segment, len_bytes } => {
                     let place = self.with(|core| core.place(member).cloned());
                     let Some(place) = place else { continue };
-                    let descriptor = self.make_segment(member, &place, id, len_bytes)?;
-                    self.with(|core| core.grow(member, id, len_bytes));
-                    return Ok((Answer::Prepared { segments: vec![id] }, vec![descriptor]));
+                    let made = self.make_segment(member, &place, segment, len_bytes);
+                    let descriptor =
+                        made.inspect_err(|_| self.with(|core| core.not_made(segment)))?;
+                    return Ok((Answer::Prepared { segments: vec![segment] }, vec![descriptor]));
                 }
                 FillOutcome::Full(what) => {
                     if now >= until {
-                        return plain(Answer::Pending(Pending {
-                            what,
-                            done_bytes: 0,
-                            total_bytes: 0,
-                        }));
+                        return waiting(what);
                     }
                     self.wait_for_bell(&mut heard, until - now).await;
                 }
@@ -359,15 +381,23 @@ impl StagingDaemon {
         }
     }
 
-    /// Compares what a launch resumed from with what is committed. Steps in between are removed, if that was asked for.
-    async fn check_resumed(self: &Arc<Self>, member: MemberId) -> Result<(), Failure> {
+    /// Compares what a launch resumed from with what is committed. Steps in between are removed, if that was asked for. Returns what it still
+    /// waits for at `until`.
+    async fn check_resumed(
+        self: &Arc<Self>,
+        member: MemberId,
+        until: Duration,
+    ) -> Result<Option<String>, Failure> {
         let Some((place, resumed)) = self.with(|core| core.unchecked(member)) else {
-            return Ok(());
+            return Ok(None);
         };
         let queue = self.queue_of(&place.job);
-        let _turn = queue.lock().await;
+        let limit = until.saturating_sub(self.clock.now());
+        let Ok(_turn) = deadline(&*self.clock, limit, queue.lock()).await else {
+            return Ok(Some(format!("a step of {} is being saved", place.job)));
+        };
         if self.with(|core| core.unchecked(member)).is_none() {
-            return Ok(());
+            return Ok(None);
         }
         let committed = self.committed_saves(&place.job).await?;
         let newest = committed.last().map(|(step, _)| *step);
@@ -404,7 +434,7 @@ impl StagingDaemon {
             .map(|(step, _)| step)
             .filter(|step| !is_between(*step) && seen.is_some_and(|seen| *step <= seen));
         self.with(|core| core.checked(&place, kept.collect(), seen));
-        Ok(())
+        Ok(None)
     }
 
     /// Gives up what is later than the step that a launch was resumed from: first in memory, then in the cluster, the newest first. What is
@@ -413,30 +443,17 @@ impl StagingDaemon {
         self: &Arc<Self>,
         place: &Place,
         loaded: Option<Step>,
-        mut saves: Vec<(Step, SaveId)>,
+        saves: Vec<(Step, SaveId)>,
     ) -> Result<(), Failure> {
         let job = &place.job;
-        let failed = |step: Step, error: &crate::client::ClientError| {
+        self.with(|core| core.abandon(job, loaded, place.launch, &saves));
+        for (step, _) in &saves {
+            trace_point(TracePoint::Abandoning, job, *step);
+        }
+        self.settle_abandoned(job).await.map_err(|(step, error)| {
             let message = format!("abandoning step {step} of {job}: {error}");
             Failure::new(error.kind(), message, error.hint().unwrap_or_default())
-        };
-        let under_way = self.with(|core| core.saves_under_way(job, loaded, place.launch));
-        self.with(|core| {
-            core.set_abandoned(job, saves.clone());
-            core.abandon(job, loaded, place.launch);
-        });
-        for (key, ids) in under_way {
-            let committed =
-                self.settle(&key, &ids).await.map_err(|error| failed(key.step, &error))?;
-            saves.extend(committed.map(|save| (key.step, save)));
-        }
-        saves.sort_unstable();
-        self.with(|core| core.set_abandoned(job, saves.clone()));
-        while let Some((step, save)) = saves.pop() {
-            self.remove_save(job, step, save).await.map_err(|error| failed(step, &error))?;
-            self.with(|core| core.set_abandoned(job, saves.clone()));
-        }
-        Ok(())
+        })
     }
 
     /// Removes a committed step if it is this save.

@@ -7,13 +7,14 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use super::StagingDaemon;
 use super::assemble::{self, Assembled, MAX_SHARD_STRIPES, cut, find_changed};
 use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
+use super::trace::{TracePoint, trace_point};
+use super::{StagingDaemon, lock};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
 use crate::format::table::Table;
-use crate::id::{IdError, LaunchId, SaveId, ShardName};
+use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{Failure, Sample};
 
@@ -64,25 +65,31 @@ enum Attempt {
 impl StagingDaemon {
     /// Saves a step, however often that has to be tried, unless it cannot be saved or is given up.
     pub(super) async fn save_step(self: Arc<Self>, key: StepKey) {
+        self.save_until_over(&key).await;
+        lock(&self.progress).remove(&key);
+    }
+
+    async fn save_until_over(self: &Arc<Self>, key: &StepKey) {
         let queue = self.queue_of(&key.job);
         let mut pause = PAUSES.0;
         loop {
             // Steps of a job are saved one after the other, in the order in which they became staged. One that failed lets the next have
             // its turn.
             let turn = queue.lock().await;
-            match self.attempt(&key).await {
+            match self.attempt(key).await {
                 Attempt::Committed { save, notes } => {
+                    trace_point(TracePoint::Decided, &key.job, key.step);
                     tracing::info!(job = %key.job, step = %key.step, %save, "committed");
-                    return self.finish(&key, save, notes).await;
+                    return self.finish(key, save, notes).await;
                 }
                 Attempt::Gone => return,
                 Attempt::Failed(failure) => {
                     tracing::error!(job = %key.job, step = %key.step, "the step is not saved: {failure}");
-                    return self.with(|core| core.drop_step(&key, failure));
+                    return self.with(|core| core.drop_step(key, failure));
                 }
                 Attempt::Later(reason) => {
                     tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
-                    self.with(|core| core.troubled(&key, reason));
+                    self.with(|core| core.troubled(key, reason));
                 }
             }
             drop(turn);
@@ -97,7 +104,7 @@ impl StagingDaemon {
         };
         // What became of the saves that had begun is asked before another one begins: one of them may be committed.
         if let Phase::Saving { saves } = phase {
-            match self.settle(key, &saves).await {
+            match self.settle(&key.job, key.step, &saves).await {
                 Ok(Some(save)) => return Attempt::Committed { save, notes: Vec::new() },
                 Ok(None) => self.with(|core| core.settled(key)),
                 Err(error) => return Attempt::Later(error.to_string()),
@@ -106,7 +113,8 @@ impl StagingDaemon {
         let step = match self.hashed_step(key).await {
             Ok(Some(step)) => step,
             Ok(None) => return Attempt::Gone,
-            Err(failure) => return Attempt::Failed(failure),
+            Err(failure) if is_final(failure.kind()) => return Attempt::Failed(failure),
+            Err(failure) => return Attempt::Later(failure.to_string()),
         };
         match self.send(key, &step, false).await {
             Err(error) if error.kind() == Kind::Exists => match self.committed_by(key).await {
@@ -130,12 +138,13 @@ impl StagingDaemon {
     /// Returns which of these saves is committed. All others are aborted for good.
     pub(super) async fn settle(
         &self,
-        key: &StepKey,
+        job: &Job,
+        step: Step,
         saves: &[SaveId],
     ) -> Result<Option<SaveId>, ClientError> {
         let mut committed = None;
         for save in saves {
-            if self.client.settle_save(&key.job, key.step, *save).await? == SaveFate::Committed {
+            if self.client.settle_save(job, step, *save).await? == SaveFate::Committed {
                 committed = Some(*save);
             }
         }
@@ -148,9 +157,17 @@ impl StagingDaemon {
         let Ok(shown) = self.client.show(&key.job, Some(key.step)).await else {
             return Committed::Unknown;
         };
+        let save = shown.step.saved.save;
+        let is_abandoned = |core: &mut super::core::Core| {
+            core.job(&key.job).is_some_and(|job| job.abandoned.contains(&(key.step, save)))
+        };
+        if self.with(is_abandoned) {
+            // It is being removed.
+            return Committed::Unknown;
+        }
         let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
         if launch == Some(key.launch) {
-            return Committed::Own(shown.step.saved.save);
+            return Committed::Own(save);
         }
         self.with(|core| {
             let is_later = core.launch(key).is_some_and(|launch| {
@@ -177,10 +194,17 @@ impl StagingDaemon {
         let died =
             |error: &dyn std::fmt::Display| Failure::new(Kind::Internal, error.to_string(), "");
         let assembled = self.workers.run(work).await.map_err(|error| died(&error))?;
-        let mut step = assembled.map_err(|error| {
-            let hint = "a step that cannot be put together is dropped; save the next one";
-            Failure::new(Kind::Invalid, format!("step {}: {error}", key.step), hint)
-        })?;
+        let mut step = match assembled {
+            Ok(step) => step,
+            Err(error) if is_final(error.kind()) && self.give_up_copy(key, &error) => {
+                return Ok(None);
+            }
+            Err(error) => {
+                let hint = "a step that cannot be put together is dropped; save the next one";
+                let message = format!("step {}: {error}", key.step);
+                return Err(Failure::new(error.kind(), message, hint));
+            }
+        };
         let failed = |error: &dyn std::fmt::Display| {
             Failure::new(Kind::Io, format!("the table of step {}: {error}", key.step), "")
         };
@@ -189,18 +213,31 @@ impl StagingDaemon {
         let is_same = |kept: &Table| kept.clone().without_hashes() == step.table;
         match kept.filter(is_same) {
             Some(table) => step.table = table,
+            // Hashed now, bytes that are damaged would be taken for right.
+            None if self.give_up_copy(key, &"its hashes are gone") => return Ok(None),
             None => {
+                trace_point(TracePoint::Hashing, &key.job, key.step);
                 let hashes = assemble::hash(&step, &self.workers).await.map_err(|e| died(&e))?;
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
                 let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
                 if let Err(error) = self.folder.keep_table(key, &bytes) {
                     tracing::warn!(%error, "the step is hashed anew when it is needed again");
                 }
+                trace_point(TracePoint::Hashed, &key.job, key.step);
                 self.compare_samples(key);
             }
         }
         self.with(|core| core.hashed(key));
         Ok(Some(Arc::new(step)))
+    }
+
+    /// Gives up the copy of a committed step in memory. Returns whether it is committed.
+    fn give_up_copy(self: &Arc<Self>, key: &StepKey, why: &dyn std::fmt::Display) -> bool {
+        let is_committed = self.with(|core| core.give_up_copy(key));
+        if is_committed {
+            tracing::warn!(job = %key.job, step = %key.step, "the step is loaded from the cluster from now on: {why}");
+        }
+        is_committed
     }
 
     /// Warns of replicated content that is not the same on all ranks.
@@ -256,24 +293,24 @@ impl StagingDaemon {
         if self.with(|core| core.step(key).is_none()) {
             return Attempt::Gone;
         }
-        match error.kind() {
-            Kind::Corrupt | Kind::Invalid | Kind::Denied | Kind::Internal => {
-                Attempt::Failed(failure(key, error, ""))
-            }
-            _ => Attempt::Later(error.to_string()),
+        match is_final(error.kind()) {
+            true => Attempt::Failed(failure(key, error, "")),
+            false => Attempt::Later(error.to_string()),
         }
     }
 
     async fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) {
-        let record = self.with(|core| core.record(key, SaveState::Committed { save }));
+        let Some(record) = self.with(|core| core.record(key, SaveState::Committed { save })) else {
+            // It was dropped just before its commit: the save is abandoned, and goes.
+            return;
+        };
         let keep = self.with(|core| core.launch(key).map_or(0, |launch| launch.keep));
-        if let Some(record) = record
-            && let Err(error) = self.folder.keep_step(&record)
-        {
+        if let Err(error) = self.folder.keep_step(&record) {
             tracing::warn!(%error, "the daemon asks the cluster again after its next start");
         }
         let now = self.clock.now();
         self.with(|core| core.committed(key, save, notes, now));
+        trace_point(TracePoint::Committed, &key.job, key.step);
         if keep > 0 {
             self.trim(key, keep).await;
         }
@@ -294,6 +331,11 @@ impl StagingDaemon {
             }
         }
     }
+}
+
+/// Whether a step is refused for what it is. Everything else may pass.
+fn is_final(kind: Kind) -> bool {
+    matches!(kind, Kind::Corrupt | Kind::Invalid | Kind::Denied)
 }
 
 fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {
@@ -328,6 +370,7 @@ impl SaveDriver for Driver {
             self.daemon.folder.forget_step(&self.key);
             return Err(gone());
         }
+        trace_point(TracePoint::Saving, &self.key.job, self.key.step);
         Ok(save)
     }
 
@@ -356,7 +399,10 @@ impl SaveDriver for Driver {
             return Err("the step was given up".into());
         }
         match find_changed(&self.step, &self.daemon.workers).await {
-            Ok(None) => Ok(()),
+            Ok(None) => {
+                trace_point(TracePoint::Confirmed, &self.key.job, self.key.step);
+                Ok(())
+            }
             Ok(Some(name)) => Err(format!(
                 "{name} was changed in memory after it was staged: does something write to the segment?"
             )),

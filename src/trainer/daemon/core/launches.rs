@@ -1,11 +1,12 @@
 //! Members and launches: who may write for a job.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use super::{Core, Effect, Launch, MAX_OLD_LAUNCHES, Member, SEGMENTS_A_RANK, Segment, Use, fail};
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::Kind;
 use crate::trainer::daemon::hold::Holds;
+use crate::trainer::daemon::records::LaunchRecord;
 use crate::trainer::protocol::{Failure, MAX_WORLD, Place, Prepare, Resumed};
 use crate::trainer::segment::HEADER_BYTES;
 use crate::units::ByteCount;
@@ -37,16 +38,15 @@ impl Core {
         self.join(member, place)?;
         // A member that prepares again has another layout, or did not get the answer: what it has counts no more.
         for segment in self.owned(member) {
-            let state = self.segments.get(&segment).map(|found| &found.state);
-            if matches!(state, Some(Use::Free | Use::Filling(_))) {
+            let Some(found) = self.segments.get_mut(&segment) else { continue };
+            found.is_current = false;
+            if matches!(found.state, Use::Free | Use::Filling(_)) {
                 self.unlink(segment);
             }
         }
         let count = self.admit(prepare, is_unmapped)?;
-        let taken = prepare.segment_bytes.saturating_mul(count as u64);
         if let Some(launch) = self.launch_mut(place) {
             launch.members.insert(place.rank, member);
-            launch.reserved_bytes = launch.reserved_bytes.saturating_sub(taken);
         }
         let made: Vec<SegmentId> = (0..count).map(|_| new_id()).collect();
         for &id in &made {
@@ -55,32 +55,48 @@ impl Core {
         Ok(made)
     }
 
-    /// Reserves memory for all ranks of a launch, or for none. Returns how many segments each gets.
+    /// Takes a rank's memory out of what its launch was promised: all of its ranks get theirs, or none does. Returns how many segments each
+    /// gets.
     fn admit(
         &mut self,
         prepare: &Prepare,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
     ) -> Result<usize, Failure> {
-        let place = &prepare.place;
-        let known =
-            self.launch_mut(place).map(|launch| (launch.segments_a_rank, launch.reserved_bytes));
-        if let Some((count, reserved)) = known
-            && count > 0
-            && reserved >= prepare.segment_bytes.saturating_mul(count as u64)
-        {
+        let (place, bytes) = (&prepare.place, prepare.segment_bytes);
+        let Some(launch) = self.launch_mut(place) else { return Ok(0) };
+        let (count, promised) = (launch.segments_a_rank, launch.reserved_bytes);
+        let is_promised = count > 0 && launch.launch_bytes == prepare.launch_bytes;
+        let has_taken = launch.taken.contains(&place.rank);
+        if is_promised && !has_taken && promised >= bytes.saturating_mul(count as u64) {
+            self.take(place, bytes.saturating_mul(count as u64));
             return Ok(count);
         }
+        // A rank that has taken its part, and did not get the answer or has let it go, needs that part alone.
+        let needed = if is_promised { bytes } else { prepare.launch_bytes };
         for count in (1..=SEGMENTS_A_RANK).rev() {
-            let wanted = prepare.launch_bytes.saturating_mul(count as u64);
+            let wanted = needed.saturating_mul(count as u64);
             if self.make_room(wanted, is_unmapped) {
+                if is_promised {
+                    return Ok(count);
+                }
                 if let Some(launch) = self.launch_mut(place) {
                     launch.segments_a_rank = count;
+                    launch.launch_bytes = prepare.launch_bytes;
                     launch.reserved_bytes = wanted;
+                    launch.taken.clear();
                 }
+                self.take(place, bytes.saturating_mul(count as u64));
                 return Ok(count);
             }
         }
-        Err(self.no_room(prepare.launch_bytes))
+        Err(self.no_room(needed))
+    }
+
+    fn take(&mut self, place: &Place, bytes: u64) {
+        if let Some(launch) = self.launch_mut(place) {
+            launch.reserved_bytes = launch.reserved_bytes.saturating_sub(bytes);
+            launch.taken.insert(place.rank);
+        }
     }
 
     fn launch_mut(&mut self, place: &Place) -> Option<&mut Launch> {
@@ -90,8 +106,8 @@ impl Core {
     /// Counts a segment.
     pub fn add_segment(&mut self, id: SegmentId, owner: MemberId, place: &Place, len_bytes: u64) {
         let holds = Holds::new(&self.bell);
-        let (place, state) = (place.clone(), Use::Free);
-        self.segments.insert(id, Segment { owner, place, len_bytes, state, holds });
+        let (place, state, is_current) = (place.clone(), Use::Free, true);
+        self.segments.insert(id, Segment { owner, place, len_bytes, state, is_current, holds });
     }
 
     /// A process says again who it is, after its connection had ended. Returns the segments that it has.
@@ -174,17 +190,14 @@ impl Core {
         }
         job.launches.insert(
             place.launch,
-            Launch {
+            Launch::restored(LaunchRecord {
+                launch: place.launch,
                 world: place.world,
                 born_ns: prepare.born_ns,
                 resumed: prepare.resumed,
                 keep: prepare.keep,
                 committed_before: None,
-                members: BTreeMap::new(),
-                segments_a_rank: 0,
-                reserved_bytes: 0,
-                over: BTreeMap::new(),
-            },
+            }),
         );
         self.effects.push(Effect::KeepJob(place.job.clone()));
         self.end_old_launches(&place.job, place.launch);
@@ -298,10 +311,12 @@ impl Core {
         }
     }
 
-    /// Remembers committed saves that are abandoned, until they are removed: nothing resumes from them.
-    pub fn set_abandoned(&mut self, job: &Job, saves: Vec<(Step, SaveId)>) {
-        self.jobs.entry(job.clone()).or_default().abandoned = saves;
-        self.effects.push(Effect::KeepJob(job.clone()));
+    /// An abandoned save is aborted or removed.
+    pub fn forget_abandoned(&mut self, job: &Job, save: &(Step, SaveId)) {
+        if let Some(state) = self.jobs.get_mut(job) {
+            state.abandoned.retain(|other| other != save);
+            self.effects.push(Effect::KeepJob(job.clone()));
+        }
     }
 
     /// Steps in memory of launches before `newest` that all ranks have staged, later than `loaded`.
@@ -314,11 +329,20 @@ impl Core {
         keys.unwrap_or_default().into_iter().map(|key| key.step).collect()
     }
 
-    /// Drops the steps of older launches that are later than `loaded`: the job goes on from there.
-    pub fn abandon(&mut self, job: &Job, loaded: Option<Step>, newest: LaunchId) {
-        let Some(state) = self.jobs.get(job) else { return };
+    /// Drops the steps of older launches that are later than `loaded`: the job goes on from there. `committed`: saves that are to be removed.
+    /// Nothing resumes from them from now on.
+    pub fn abandon(
+        &mut self,
+        job: &Job,
+        loaded: Option<Step>,
+        newest: LaunchId,
+        committed: &[(Step, SaveId)],
+    ) {
+        let Some(state) = self.jobs.get_mut(job) else { return };
+        state.abandoned.extend(committed);
         let later = state
             .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
+        self.effects.push(Effect::KeepJob(job.clone()));
         for key in later {
             let why = Failure::new(
                 Kind::Fenced,

@@ -1,6 +1,6 @@
 //! What loads change: which step a launch was given, and which steps in memory count no more.
 
-use super::{Core, Effect, LoadAnswer, Phase};
+use super::{Core, Effect, LoadAnswer, Phase, StepKey};
 use crate::id::{FillId, Job, SaveId, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::Failure;
@@ -9,19 +9,21 @@ use crate::trainer::protocol::Failure;
 const MAX_LOADS: usize = 64;
 
 impl Core {
-    /// Keeps the answer to a load of a launch, if it is the first.
-    pub fn answer_load(&mut self, job: &Job, answer: LoadAnswer) {
+    /// Keeps the answer to a load of a launch, if it is the first. Returns the one that counts: ranks that ask at the same moment may find
+    /// different steps.
+    pub fn answer_load(&mut self, job: &Job, answer: LoadAnswer) -> Option<Step> {
         let state = self.jobs.entry(job.clone()).or_default();
         let is_known =
-            |known: &LoadAnswer| (known.launch, known.number) == (answer.launch, answer.number);
-        if state.loads.iter().any(is_known) {
-            return;
+            |known: &&LoadAnswer| (known.launch, known.number) == (answer.launch, answer.number);
+        if let Some(known) = state.loads.iter().find(is_known) {
+            return known.step;
         }
         if state.loads.len() == MAX_LOADS {
             state.loads.pop_front();
         }
         state.loads.push_back(answer);
         self.effects.push(Effect::KeepJob(job.clone()));
+        answer.step
     }
 
     /// Gives up committed steps in memory whose saves are not what is committed now: they were removed or replaced.
@@ -38,18 +40,33 @@ impl Core {
         }
     }
 
-    /// What is abandoned and still to be removed, by job.
-    pub fn abandoned(&self) -> Vec<(Job, Vec<(Step, SaveId)>)> {
+    /// Jobs that have abandoned saves.
+    pub fn with_abandoned(&self) -> Vec<Job> {
         let jobs = self.jobs.iter().filter(|(_, state)| !state.abandoned.is_empty());
-        jobs.map(|(job, state)| (job.clone(), state.abandoned.clone())).collect()
+        jobs.map(|(job, _)| job.clone()).collect()
+    }
+
+    /// The latest save that the job has abandoned.
+    pub fn next_abandoned(&self, job: &Job) -> Option<(Step, SaveId)> {
+        self.jobs.get(job)?.abandoned.iter().max().copied()
+    }
+
+    /// A committed step in memory cannot be verified: it is read from the cluster from now on. Returns whether it is committed.
+    pub fn give_up_copy(&mut self, key: &StepKey) -> bool {
+        let phase = self.step(key).map(|step| &step.phase);
+        let is_committed = matches!(phase, Some(Phase::Committed { .. }));
+        if is_committed {
+            self.release_step(key);
+        }
+        is_committed
     }
 
     /// A step in memory has bytes that are not what was staged. A committed one is read from the cluster from now on; one that is not
     /// committed is lost.
-    pub fn give_up_memory(&mut self, fill: Option<FillId>, name: &str) {
+    pub fn give_up_memory(&mut self, fill: FillId, name: &str) {
         let mut keys = Vec::new();
         for (job, state) in &self.jobs {
-            keys.extend(state.keys(job, |_, _, found| Some(found.fill) == fill));
+            keys.extend(state.keys(job, |_, _, found| found.fill == fill));
         }
         for key in keys {
             match self.step(&key).map(|step| &step.phase) {

@@ -36,11 +36,23 @@ impl Core {
 
     /// Evicts what may be evicted until `bytes` more fit. Returns whether they do.
     pub fn make_room(&mut self, bytes: u64, is_unmapped: &dyn Fn(SegmentId) -> bool) -> bool {
-        while self.used_bytes() + self.reserved_bytes() + bytes > self.limits.memory_bytes {
+        if bytes > self.limits.memory_bytes {
+            return false;
+        }
+        let mut evicted_bytes = 0;
+        loop {
+            // Lengths come from outside. What is evicted counts until its file is gone.
+            let used_bytes = self.used_bytes().saturating_sub(evicted_bytes);
+            let taken_bytes = used_bytes.saturating_add(self.reserved_bytes());
+            if taken_bytes.saturating_add(bytes) <= self.limits.memory_bytes {
+                return true;
+            }
             let Some(victim) = self.victim(is_unmapped) else { return false };
+            let parts = self.step(&victim).map(|step| step.parts.clone()).unwrap_or_default();
+            let segments = parts.values().filter_map(|id| self.segments.get(id));
+            evicted_bytes += segments.map(|segment| segment.len_bytes).sum::<u64>();
             self.release_step(&victim);
         }
-        true
     }
 
     /// Returns whether waiting may free memory for a launch: processes of other launches have not ended yet, or steps are being saved.
@@ -82,8 +94,10 @@ impl Core {
             if found.state != Use::Held(key.clone()) {
                 continue;
             }
+            // A header that says staged, without a record, would be a step that was never saved to the next daemon.
+            self.effects.push(Effect::MarkFree(segment));
             let is_owned = self.members.contains_key(&found.owner);
-            if is_owned && newest == Some(found.place.launch) {
+            if is_owned && found.is_current && newest == Some(found.place.launch) {
                 found.state = Use::Free;
             } else {
                 self.unlink(segment);
@@ -100,6 +114,7 @@ impl Core {
             step.parts.values().any(|id| {
                 self.segments.get(id).is_none_or(|segment| {
                     !self.members.contains_key(&segment.owner)
+                        || !segment.is_current
                         || state.newest != Some(segment.place.launch)
                 })
             })
@@ -134,9 +149,10 @@ impl Core {
         }
     }
 
-    /// Segments that are to be unlinked when no process maps them any more.
+    /// Segments that are to be unlinked when no process maps them any more. Those that an upload or a reader uses wait for it.
     pub fn doomed(&self) -> Vec<SegmentId> {
-        let doomed = self.segments.iter().filter(|(_, segment)| segment.state == Use::Doomed);
+        let is_it = |segment: &super::Segment| segment.state == Use::Doomed && !segment.holds.any();
+        let doomed = self.segments.iter().filter(|(_, segment)| is_it(segment));
         doomed.map(|(id, _)| *id).collect()
     }
 

@@ -1,10 +1,10 @@
 //! Taking up what a daemon before this one left.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
-use crate::id::{Job, LaunchId, SaveId, SegmentId, Step};
+use crate::id::{FillId, Job, LaunchId, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
 
@@ -17,28 +17,48 @@ pub struct RestoredStep {
     pub phase: Phase,
 }
 
+impl Launch {
+    /// A launch of which nothing but its record is known.
+    pub(super) fn restored(record: LaunchRecord) -> Self {
+        Self {
+            world: record.world,
+            born_ns: record.born_ns,
+            resumed: record.resumed,
+            keep: record.keep,
+            committed_before: record.committed_before.map(|steps| steps.into_iter().collect()),
+            members: BTreeMap::new(),
+            segments_a_rank: 0,
+            launch_bytes: 0,
+            reserved_bytes: 0,
+            taken: BTreeSet::new(),
+            over: BTreeMap::new(),
+        }
+    }
+
+    fn record(&self, launch: LaunchId) -> LaunchRecord {
+        let committed_before = self.committed_before.as_ref();
+        LaunchRecord {
+            launch,
+            world: self.world,
+            born_ns: self.born_ns,
+            resumed: self.resumed,
+            keep: self.keep,
+            committed_before: committed_before.map(|steps| steps.iter().copied().collect()),
+        }
+    }
+}
+
 impl Core {
     /// Takes up a job.
     pub fn restore_job(&mut self, record: JobRecord) {
         let state = self.jobs.entry(record.job).or_default();
-        state.old = record.old.into();
+        state.newest = record.newest.as_ref().map(|newest| newest.launch);
+        state.old = record.old.iter().map(|old| old.launch).collect();
         state.dropped = record.dropped.into();
         state.abandoned = record.abandoned;
         state.loads = record.loads.into();
-        if let Some(newest) = record.newest {
-            state.newest = Some(newest.launch);
-            let launch = Launch {
-                world: newest.world,
-                born_ns: newest.born_ns,
-                resumed: newest.resumed,
-                keep: newest.keep,
-                committed_before: newest.committed_before.map(|steps| steps.into_iter().collect()),
-                members: BTreeMap::new(),
-                segments_a_rank: 0,
-                reserved_bytes: 0,
-                over: BTreeMap::new(),
-            };
-            state.launches.insert(newest.launch, launch);
+        for launch in record.newest.into_iter().chain(record.old) {
+            state.launches.insert(launch.launch, Launch::restored(launch));
         }
     }
 
@@ -49,8 +69,11 @@ impl Core {
         is_known && !state.dropped.contains(&key.fill)
     }
 
-    /// Takes up a step, and has it saved if it is not committed.
-    pub fn restore_step(&mut self, key: StepKey, step: RestoredStep) {
+    /// Takes up a step, and has it saved if it is not committed. Returns whether it does: a filling that was dropped does not come back.
+    pub fn restore_step(&mut self, key: StepKey, step: RestoredStep) -> bool {
+        if self.jobs.get(&key.job).is_some_and(|job| job.dropped.contains(&key.fill)) {
+            return false;
+        }
         let RestoredStep { parts, phase } = step;
         let world = parts.len() as u32;
         let mut len_bytes = 0;
@@ -77,6 +100,27 @@ impl Core {
         if !is_saved {
             self.effects.push(Effect::Save(key));
         }
+        true
+    }
+
+    /// Drops the fillings that were not finished when the daemon before this one ended. Their ranks may go on writing for a while: what they
+    /// write then counts no more, neither for this daemon nor for the next one.
+    pub fn drop_left(&mut self, filling_of: &dyn Fn(SegmentId) -> Option<FillId>) {
+        for (id, segment) in &self.segments {
+            if segment.state != Use::Free {
+                continue;
+            }
+            let Some(fill) = filling_of(*id) else { continue };
+            if let Some(job) = self.jobs.get_mut(&segment.place.job)
+                && !job.dropped.contains(&fill)
+            {
+                job.drop_filling(fill);
+                self.effects.push(Effect::KeepJob(segment.place.job.clone()));
+            }
+            self.effects.push(Effect::MarkFree(*id));
+        }
+        // Nothing is marked before all of them are kept.
+        self.effects.sort_by_key(|effect| matches!(effect, Effect::MarkFree(_)));
     }
 
     /// The record of a step.
@@ -95,21 +139,13 @@ impl Core {
     /// The record of a job.
     pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
         let state = self.jobs.get(job)?;
-        let newest = state.newest.and_then(|newest| Some((newest, state.launches.get(&newest)?)));
+        let record = |id: &LaunchId| state.launches.get(id).map(|launch| launch.record(*id));
+        // What an older launch may not save again does not matter any more.
+        let old = |id: &LaunchId| Some(LaunchRecord { committed_before: None, ..record(id)? });
         Some(JobRecord {
             job: job.clone(),
-            newest: newest.map(|(id, launch)| LaunchRecord {
-                launch: id,
-                world: launch.world,
-                born_ns: launch.born_ns,
-                resumed: launch.resumed,
-                keep: launch.keep,
-                committed_before: launch
-                    .committed_before
-                    .as_ref()
-                    .map(|steps| steps.iter().copied().collect()),
-            }),
-            old: state.old.iter().copied().collect(),
+            newest: state.newest.as_ref().and_then(record),
+            old: state.old.iter().filter_map(old).collect(),
             dropped: state.dropped.iter().copied().collect(),
             abandoned: state.abandoned.clone(),
             loads: state.loads.iter().copied().collect(),
@@ -128,23 +164,6 @@ impl Core {
         let state = self.jobs.get(job)?;
         let all = state.keys(job, |at, _, found| at == step && found.phase.is_complete());
         all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
-    }
-
-    /// Steps of launches before `newest` that are later than `loaded` and whose saves have begun, with the ids.
-    pub fn saves_under_way(
-        &self,
-        job: &Job,
-        loaded: Option<Step>,
-        newest: LaunchId,
-    ) -> Vec<(StepKey, Vec<SaveId>)> {
-        let Some(state) = self.jobs.get(job) else { return Vec::new() };
-        let keys = state
-            .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
-        let saves = |key: StepKey| match self.step(&key).map(|step| step.phase.clone()) {
-            Some(Phase::Saving { saves }) => Some((key, saves)),
-            _ => None,
-        };
-        keys.into_iter().filter_map(saves).collect()
     }
 
     /// Steps that are under way, in words.

@@ -14,7 +14,7 @@ pub const MAX_DROPPED: usize = 1024;
 const MAX_OVER: usize = 256;
 
 impl Core {
-    /// A segment into which the member may write `step`. `new_fill` draws ids of fillings.
+    /// A segment into which the member may write `step`. `new_fill` and `new_segment` draw ids.
     pub fn fill(
         &mut self,
         member: MemberId,
@@ -22,8 +22,16 @@ impl Core {
         now: Duration,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
         new_fill: &mut dyn FnMut() -> FillId,
+        new_segment: &mut dyn FnMut() -> SegmentId,
     ) -> Result<FillOutcome, Failure> {
         let place = self.writer(member)?;
+        if self.is_stopping && self.key_of(&place.job, step, place.launch).is_none() {
+            return fail(
+                Kind::Unavailable,
+                "the staging folder was taken away: no step begins any more",
+                "start the staging daemon again; `RemoveIPC=no` keeps systemd-logind from removing the folder",
+            );
+        }
         let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
         else {
             return fail(
@@ -46,9 +54,10 @@ impl Core {
         {
             return Err(saved_twice(&place, step));
         }
+        let again = self.filling_segment(member, &place, step);
         self.went_on(member, &place, step);
-        let Some(segment) = self.free_segment(member) else {
-            return self.no_segment(member, segments_a_rank, is_unmapped);
+        let Some(segment) = again.or_else(|| self.free_segment(member, is_unmapped)) else {
+            return self.no_segment(member, segments_a_rank, is_unmapped, new_segment);
         };
         let state = self.jobs.entry(place.job.clone()).or_default();
         let found = state.steps.entry((step, place.launch)).or_insert_with(|| StagedStep {
@@ -67,16 +76,28 @@ impl Core {
         if let Some(found) = self.segments.get_mut(&segment) {
             found.state = Use::Filling(key);
         }
-        self.effects.push(Effect::MarkFilling(segment));
+        self.effects.push(Effect::MarkFilling(segment, fill));
         Ok(FillOutcome::Segment(segment, fill))
+    }
+
+    /// The segment into which the member fills the step already: it asks again when the answer was lost. With another one there would be
+    /// two segments of one rank that say the same of themselves.
+    fn filling_segment(&self, member: MemberId, place: &Place, step: Step) -> Option<SegmentId> {
+        let is_it = |segment: &super::Segment| match &segment.state {
+            Use::Filling(key) => (key.step, key.launch) == (step, place.launch),
+            _ => false,
+        };
+        let mut own = self.segments.iter().filter(|(_, segment)| segment.owner == member);
+        own.find(|(_, segment)| is_it(segment)).map(|(id, _)| *id)
     }
 
     /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`.
     fn went_on(&mut self, member: MemberId, place: &Place, step: Step) {
-        let own = self.segments.values_mut().filter(|segment| segment.owner == member);
-        for segment in own {
-            if matches!(segment.state, Use::Filling(_)) {
+        let own = self.segments.iter_mut().filter(|(_, segment)| segment.owner == member);
+        for (id, segment) in own {
+            if matches!(&segment.state, Use::Filling(key) if key.step != step) {
                 segment.state = Use::Free;
+                self.effects.push(Effect::MarkFree(*id));
             }
         }
         let Some(state) = self.jobs.get(&place.job) else { return };
@@ -100,20 +121,19 @@ impl Core {
     }
 
     /// A free segment of the member; one of a committed step is made free when there is no other, the oldest first.
-    fn free_segment(&mut self, member: MemberId) -> Option<SegmentId> {
-        let own = self.owned(member);
-        let is_free = |core: &Self, id: &SegmentId| {
-            core.segments
-                .get(id)
-                .is_some_and(|found| found.state == Use::Free && !found.holds.any())
-        };
-        if let Some(free) = own.iter().find(|id| is_free(self, id)) {
-            return Some(*free);
+    fn free_segment(
+        &mut self,
+        member: MemberId,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> Option<SegmentId> {
+        if let Some(free) = self.idle_segment(member, is_unmapped) {
+            return Some(free);
         }
         let held = |core: &Self, id: &SegmentId| match &core.segments.get(id)?.state {
             Use::Held(key) => Some(key.clone()),
             _ => None,
         };
+        let own = self.owned(member);
         let mut over: Vec<StepKey> = own.iter().filter_map(|id| held(self, id)).collect();
         over.retain(|key| {
             let phase = self.step(key).map(|step| &step.phase);
@@ -122,9 +142,29 @@ impl Core {
         let resume = self.members.get(&member).and_then(|m| self.resume_point(&m.place.job));
         // The copy in memory that is the quickest to resume from goes last.
         over.sort_by_key(|key| (Some(key) == resume.as_ref(), key.step));
-        let key = over.into_iter().next()?;
-        self.release_step(&key);
-        own.into_iter().find(|id| is_free(self, id))
+        over.into_iter().find_map(|key| {
+            self.release_step(&key);
+            self.idle_segment(member, is_unmapped)
+        })
+    }
+
+    /// A segment of the member that nobody uses. What the member does not know any more, because it prepared again, is unlinked.
+    fn idle_segment(
+        &mut self,
+        member: MemberId,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> Option<SegmentId> {
+        for id in self.owned(member) {
+            let found = self.segments.get(&id);
+            let Some(found) = found.filter(|s| s.state == Use::Free && !s.holds.any()) else {
+                continue;
+            };
+            if found.is_current && !is_unmapped(id) {
+                return Some(id);
+            }
+            self.unlink(id);
+        }
+        None
     }
 
     fn no_segment(
@@ -132,8 +172,10 @@ impl Core {
         member: MemberId,
         segments_a_rank: usize,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
+        new_segment: &mut dyn FnMut() -> SegmentId,
     ) -> Result<FillOutcome, Failure> {
-        let own = self.owned(member);
+        let mut own = self.owned(member);
+        own.retain(|id| self.segments.get(id).is_some_and(|s| s.is_current) && !is_unmapped(*id));
         if own.is_empty() {
             let message = "the segments of this rank are gone: the staging daemon was started anew";
             return fail(Kind::NotFound, message, "call prepare again");
@@ -144,7 +186,12 @@ impl Core {
             && own.len() < super::SEGMENTS_A_RANK.max(segments_a_rank)
             && self.make_room(len_bytes, is_unmapped)
         {
-            return Ok(FillOutcome::Grow { len_bytes });
+            // It counts from now on: other ranks ask for theirs at the same moment.
+            let segment = new_segment();
+            if let Some(place) = self.place(member).cloned() {
+                self.add_segment(segment, member, &place, len_bytes);
+            }
+            return Ok(FillOutcome::Grow { segment, len_bytes });
         }
         let held: Vec<String> = own
             .iter()
@@ -156,11 +203,9 @@ impl Core {
         Ok(FillOutcome::Full(held.join("; ")))
     }
 
-    /// Adds a segment that [`FillOutcome::Grow`] asked for.
-    pub fn grow(&mut self, member: MemberId, id: SegmentId, len_bytes: u64) {
-        if let Some(place) = self.place(member).cloned() {
-            self.add_segment(id, member, &place, len_bytes);
-        }
+    /// A segment that [`FillOutcome::Grow`] counted could not be made.
+    pub fn not_made(&mut self, segment: SegmentId) {
+        self.unlink(segment);
     }
 
     /// The member's part of the step is whole. Said twice, it counts once.
@@ -176,6 +221,12 @@ impl Core {
         let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
         let state = self.segments.get(&segment).filter(|s| s.owner == member).map(|s| &s.state);
         if state == Some(&Use::Held(key.clone())) {
+            // Its header was read before it said so.
+            if let Some(found) = self.step_mut(&key)
+                && found.samples.get(&place.rank).is_none_or(Vec::is_empty)
+            {
+                found.samples.insert(place.rank, samples);
+            }
             return Ok(());
         }
         if state != Some(&Use::Filling(key.clone())) || self.step(&key).is_none() {
@@ -195,7 +246,7 @@ impl Core {
         Ok(())
     }
 
-    /// Counts a part of a step as staged.
+    /// Counts a part of a step as staged, unless the step was dropped meanwhile: then the segment is free, or filled with another step.
     pub fn hold_part(
         &mut self,
         key: &StepKey,
@@ -203,11 +254,15 @@ impl Core {
         segment: SegmentId,
         samples: Vec<Sample>,
     ) {
-        let mut len_bytes = 0;
-        if let Some(found) = self.segments.get_mut(&segment) {
-            found.state = Use::Held(key.clone());
-            len_bytes = found.len_bytes;
+        if self.step(key).is_none() {
+            return;
         }
+        let found = self.segments.get_mut(&segment);
+        let Some(found) = found.filter(|found| found.state == Use::Filling(key.clone())) else {
+            return;
+        };
+        found.state = Use::Held(key.clone());
+        let len_bytes = found.len_bytes;
         let Some(found) = self.step_mut(key) else { return };
         found.parts.insert(rank, segment);
         found.samples.insert(rank, samples);
@@ -250,22 +305,25 @@ impl Core {
         Ok(())
     }
 
-    /// Drops a step whole: its segments can be filled again, its ranks are told.
+    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun are abandoned.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
         let Some(step) = self.step(key) else { return };
-        let mut segments: Vec<SegmentId> = step.parts.values().copied().collect();
+        let saves = match &step.phase {
+            Phase::Saving { saves } => saves.clone(),
+            _ => Vec::new(),
+        };
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
-        segments.extend(&filling);
         // Before anybody is told: a header that says staged later does not bring the step back.
         if let Some(job) = self.jobs.get_mut(&key.job) {
-            if job.dropped.len() == MAX_DROPPED {
-                job.dropped.pop_front();
-            }
-            job.dropped.push_back(key.fill);
+            job.drop_filling(key.fill);
+            job.abandoned.extend(saves.iter().map(|save| (key.step, *save)));
+        }
+        if !saves.is_empty() {
+            self.effects.push(Effect::Settle(key.job.clone()));
         }
         self.effects.push(Effect::KeepJob(key.job.clone()));
-        self.effects.extend(segments.into_iter().map(Effect::MarkFree));
+        self.effects.extend(filling.iter().copied().map(Effect::MarkFree));
         for id in filling {
             let Some(segment) = self.segments.get_mut(&id) else { continue };
             segment.state = Use::Free;
@@ -351,11 +409,10 @@ impl Core {
 
     /// The step is committed.
     pub fn committed(&mut self, key: &StepKey, save: SaveId, notes: Vec<String>, now: Duration) {
-        if let Some(step) = self.step_mut(key) {
-            step.phase = Phase::Committed { save, notes: notes.clone() };
-            step.committed_at = now;
-            step.trouble = None;
-        }
+        let Some(step) = self.step_mut(key) else { return };
+        step.phase = Phase::Committed { save, notes: notes.clone() };
+        step.committed_at = now;
+        step.trouble = None;
         self.end(key, Ok((save, notes)));
         self.tidy(&key.job);
         self.bell.ring();

@@ -1,5 +1,7 @@
 //! The rules of docs/staging.md, one by one, without files and sockets.
 
+mod crashes;
+
 use super::*;
 use crate::trainer::protocol::Prepare;
 
@@ -70,13 +72,24 @@ impl World {
 
     fn fill(&mut self, own: u8, step: u64) -> Result<FillOutcome, Failure> {
         let mapped = self.mapped.clone();
-        let drawn = &mut self.drawn;
+        let (mut drawn, mut grown) = (self.drawn, self.drawn + 1);
         let mut new_fill = || {
-            *drawn += 1;
-            FillId([*drawn; 16])
+            drawn += 1;
+            FillId([drawn; 16])
+        };
+        let mut new_segment = || {
+            grown += 1;
+            SegmentId([grown; 16])
         };
         let is_unmapped = |id: SegmentId| !mapped.contains(&id);
-        self.core.fill(member(own), Step(step), self.now, &is_unmapped, &mut new_fill)
+        let (own, step) = (member(own), Step(step));
+        let outcome =
+            self.core.fill(own, step, self.now, &is_unmapped, &mut new_fill, &mut new_segment);
+        self.drawn = drawn.max(grown);
+        if let Ok(FillOutcome::Grow { segment, .. }) = &outcome {
+            self.mapped.insert(*segment);
+        }
+        outcome
     }
 
     /// Fills and stages a step for a member.
@@ -125,8 +138,8 @@ fn a_segment_is_marked_before_its_owner_is_told() {
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();
     world.effects();
-    let FillOutcome::Segment(segment, _) = world.fill(16, 10).unwrap() else { panic!() };
-    assert!(world.effects().contains(&Effect::MarkFilling(segment)));
+    let FillOutcome::Segment(segment, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    assert!(world.effects().contains(&Effect::MarkFilling(segment, fill)));
 }
 
 #[test]
@@ -324,10 +337,16 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     world.core.saving(&key, vec![save(1)]);
     world.prepare(2, 0, 1).unwrap();
     assert_eq!(world.core.later_in_memory(&job(), Some(Step(10)), launch(2)), [Step(20)]);
-    let under_way = world.core.saves_under_way(&job(), Some(Step(10)), launch(2));
-    assert_eq!(under_way, [(key, vec![save(1)])]);
-    world.core.abandon(&job(), Some(Step(10)), launch(2));
+    world.effects();
+    let committed = [(Step(15), save(2))];
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &committed);
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
+    let kept = world.core.job_record(&job()).unwrap().abandoned;
+    assert_eq!(kept, [(Step(15), save(2)), (Step(20), save(1))], "in one record");
+    assert!(world.effects().contains(&Effect::Settle(job())));
+    assert_eq!(world.core.next_abandoned(&job()), Some((Step(20), save(1))), "the newest first");
+    world.core.forget_abandoned(&job(), &(Step(20), save(1)));
+    assert_eq!(world.core.next_abandoned(&job()), Some((Step(15), save(2))));
 }
 
 #[test]
@@ -349,13 +368,21 @@ fn what_a_job_remembers_comes_back() {
     world.prepare(2, 0, 1).unwrap();
     let FillOutcome::Segment(_, fill) = world.fill(32, 10).unwrap() else { panic!() };
     world.core.give_up(member(32), Step(10), fill, "why").unwrap();
-    world.core.answer_load(&job(), LoadAnswer { launch: launch(2), number: 1, step: Step(7) });
-    world.core.answer_load(&job(), LoadAnswer { launch: launch(2), number: 1, step: Step(8) });
+    let mut answer = |number, step: Option<u64>| {
+        let answer = LoadAnswer { launch: launch(2), number, step: step.map(Step) };
+        world.core.answer_load(&job(), answer)
+    };
+    assert_eq!(answer(1, Some(7)), Some(Step(7)));
+    assert_eq!(answer(1, Some(8)), Some(Step(7)), "the first answer counts");
+    assert_eq!(answer(2, None), None);
+    assert_eq!(answer(2, Some(8)), None, "also when there was nothing");
     let record = world.core.job_record(&job()).unwrap();
-    assert_eq!(record.loads.len(), 1, "the first answer counts");
+    assert_eq!(record.loads.len(), 2);
     let mut again = World::new(64 * MIB);
     again.core.restore_job(record.clone());
     assert_eq!(again.core.job_record(&job()), Some(record));
+    let old = StepKey { job: job(), step: Step(9), launch: launch(1), fill };
+    assert!(again.core.launch(&old).is_some(), "what an older launch knew when it began");
     let key = StepKey { job: job(), step: Step(10), launch: launch(2), fill };
     assert!(!again.core.may_restore(&key), "a dropped filling does not come back");
     assert!(again.core.may_restore(&StepKey { fill: FillId([9; 16]), ..key.clone() }));

@@ -269,8 +269,9 @@ impl StagingDaemon {
                 Err(failure) if failure.kind() == Kind::Busy => {
                     // A launch that was before this one may still be letting its memory go.
                     let now = self.clock.now();
-                    if now >= until {
-                        if !self.with(|core| core.may_get_room(&prepare.place)) {
+                    let is_beyond = self.with(|core| prepare.launch_bytes > core.limit_bytes());
+                    if now >= until || is_beyond {
+                        if is_beyond || !self.with(|core| core.may_get_room(&prepare.place)) {
                             return Err(failure);
                         }
                         return waiting(failure.message);

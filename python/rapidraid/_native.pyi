@@ -172,3 +172,6 @@ class Session:
 
     def forget(self) -> None:
         """Ends the session without a word to the daemon."""
+
+    def leave_to_parent(self) -> None:
+        """Ends the session in a forked child, and lets go of all that belongs to the parent."""

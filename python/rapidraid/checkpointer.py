@@ -145,6 +145,7 @@ class Checkpointer:
         self._abandon_later = abandon_later
         self._plan: Plan | None = None
         self._saved: list[int] = []
+        self._is_closed = False
         _sessions.add(self)
         for number in (save_on,) if isinstance(save_on, signal.Signals) else save_on:
             signal.signal(number, self._on_signal)
@@ -178,6 +179,12 @@ class Checkpointer:
         self.should_stop = True
         log.warning("signal %s: save once more, then end", signal.Signals(number).name)
 
+    @property
+    def _daemon(self) -> _native.Session:
+        if self._is_closed:
+            raise InvalidError("this Checkpointer is closed", "make another one")
+        return self._session
+
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Reserves memory for ``state`` and compares its layout between the ranks. All ranks must call it.
 
@@ -191,7 +198,7 @@ class Checkpointer:
 
     def _prepare(self, plan: Plan) -> None:
         self._plan = None
-        count = self._session.prepare(
+        count = self._daemon.prepare(
             self.job,
             self._launch,
             self.world,
@@ -206,7 +213,7 @@ class Checkpointer:
             timeout=self.timeout,
         )
         for at in range(count):
-            plan.add_segment(self._session.segment(at))
+            plan.add_segment(self._daemon.segment(at))
         self._plan = plan
 
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
@@ -233,10 +240,10 @@ class Checkpointer:
             samples = plan.copy(at, sources, self._launch, step)
             stall.copy = time.perf_counter() - begun
         except BaseException as error:
-            self._session.give_up(step, fill, f"{type(error).__name__}: {error}", 5.0)
+            self._daemon.give_up(step, fill, f"{type(error).__name__}: {error}", 5.0)
             raise
         begun = time.perf_counter()
-        self._session.stage(step, at, fill, plan.writer, samples, self.timeout)
+        self._daemon.stage(step, at, fill, plan.writer, samples, self.timeout)
         stall.socket = time.perf_counter() - begun
         self.last_stall = stall
         self._saved.append(step)
@@ -245,11 +252,11 @@ class Checkpointer:
     def _fill(self, step: int, plan: Plan) -> tuple[int | None, str]:
         waited = time.monotonic()
         try:
-            at, fill, count = self._session.fill(step, self.timeout if self.when_full == "wait" else 0.0)
+            at, fill, count = self._daemon.fill(step, self.timeout if self.when_full == "wait" else 0.0)
         except NotFoundError:
             # The daemon was started anew and has given this rank's memory to nobody yet.
             self._prepare(plan.again())
-            at, fill, count = self._session.fill(step, self.timeout)
+            at, fill, count = self._daemon.fill(step, self.timeout)
         except DeadlineError as error:
             if self.when_full == "skip":
                 log.warning("step %d is skipped: %s", step, error.message)
@@ -263,7 +270,7 @@ class Checkpointer:
         active = self._plan
         assert active is not None
         while active.segments < count:
-            active.add_segment(self._session.segment(active.segments))
+            active.add_segment(self._daemon.segment(active.segments))
         return at, fill
 
     def wait(self, step: int | None = None, timeout: float | None = None) -> list[str]:
@@ -272,7 +279,7 @@ class Checkpointer:
             if not self._saved:
                 return []
             step = self._saved[-1]
-        save, notes = self._session.wait(step, self.timeout if timeout is None else timeout)
+        save, notes = self._daemon.wait(step, self.timeout if timeout is None else timeout)
         for note in notes:
             log.warning("step %d: %s", step, note)
         log.debug("step %d is committed as save %s", step, save)
@@ -281,7 +288,7 @@ class Checkpointer:
     def _raise_notices(self) -> None:
         """Raises the first failure that the daemon tells of and logs everything once."""
         first: RapidraidError | None = None
-        for step, failure, warning in self._session.notices(self.timeout):
+        for step, failure, warning in self._daemon.notices(self.timeout):
             if failure is None:
                 log.warning("step %d: %s", step, warning)
                 continue
@@ -321,12 +328,15 @@ class Checkpointer:
         self._loads += 1
         choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
         for last in (False, True):
-            loaded = self._session.load(self.job, step=step, launch=self._launch, number=self._loads, offline=offline, timeout=limit)
+            loaded = self._daemon.load(self.job, step=step, launch=self._launch, number=self._loads, offline=offline, timeout=limit)
             if loaded is None:
                 return None
-            damaged = load_into(loaded, state, self.rank, self.world, choices)
             number, newest = loaded.number, loaded.newest_committed
-            self._session.release(loaded, damaged)
+            damaged = None
+            try:
+                damaged = load_into(loaded, state, self.rank, self.world, choices)
+            finally:
+                self._daemon.release(loaded, damaged)
             if damaged is None:
                 break
             if last:
@@ -346,13 +356,13 @@ class Checkpointer:
     def read(self, step: int | None, name: str, *, timeout: float | None = None) -> Any:
         """Returns one entry of a step by its name, such as ``model/layers.0.weight``; private entries as ``rank 3: rng/torch``."""
         limit = self.timeout * 10 if timeout is None else timeout
-        loaded = self._session.load(self.job, step=step, timeout=limit)
+        loaded = self._daemon.load(self.job, step=step, timeout=limit)
         if loaded is None:
             raise NotFoundError(f"{self.job} has no step", "save one first")
         try:
             return read_one(loaded, name, self.allow_pickle)
         finally:
-            self._session.release(loaded)
+            self._daemon.release(loaded)
 
     def latest(self) -> int | None:
         """Returns the newest committed step."""
@@ -361,25 +371,31 @@ class Checkpointer:
 
     def steps(self) -> list[Info]:
         """Returns the committed steps, the oldest first."""
-        return [Info(*info) for info in self._session.steps(self.job, self.timeout)]
+        return [Info(*info) for info in self._daemon.steps(self.job, self.timeout)]
 
     def remove(self, step: int) -> None:
         """Removes a committed step."""
-        self._session.remove(self.job, step, self.timeout)
+        self._daemon.remove(self.job, step, self.timeout)
 
     def close(self) -> None:
         """Waits for the commit of what was saved last, and ends the session."""
+        if self._is_closed:
+            return
         try:
             self.wait()
         finally:
-            self._session.forget()
-            self._plan = None
+            self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._session.forget()
+        self._plan = None
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+        if kind is None or self._is_closed:
             self.close()
             return
         try:
@@ -388,7 +404,7 @@ class Checkpointer:
         except RapidraidError as reason:
             log.warning("not known to be committed at exit: step %s: %s", self._saved[-1] if self._saved else "-", reason.message)
         finally:
-            self._session.forget()
+            self._end()
 
 
 _sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -396,7 +412,7 @@ _sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for checkpointer in list(_sessions):
-        checkpointer._session.forget()
+        checkpointer._session.leave_to_parent()
         checkpointer._plan = None
 
 

@@ -341,9 +341,15 @@ impl Session {
         waiting(py, timeout, |wait| session.tell("the removal", &request, wait))
     }
 
-    /// Ends the session without a word to the daemon, for a forked child.
+    /// Ends the session without a word to the daemon.
     fn forget(&mut self) {
         self.session.forget();
+        self.segments.clear();
+    }
+
+    /// Ends the session in a forked child, and lets go of all that belongs to the parent.
+    fn leave_to_parent(&mut self) {
+        self.session.leave_to_parent();
         self.segments.clear();
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import subprocess
@@ -71,3 +72,23 @@ def test_a_value_of_an_unknown_kind_is_refused() -> None:
     named = b"\x0d\x07unknown\x00"
     with pytest.raises(errors.InvalidError, match="unknown kind"):
         _native.decode_value(named)
+
+
+def test_the_program_lists_what_a_step_holds(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """`rapidraid show JOB/STEP --tensors` names every entry as `read` takes it."""
+    torch = pytest.importorskip("torch")
+    weight = torch.arange(12.0).reshape(3, 4)
+    state = {"model": rapidraid.replicated({"weight": weight, "tied": weight}), "seed": 7, "half": torch.ones(2, dtype=torch.bfloat16)}
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(3, state)
+    shown = json.loads(cluster.command("show", f"{job}/3", "--tensors", "--json"))
+    names = {name["name"]: name for name in shown["names"]}
+    assert list(names) == ["model/tied", "model/weight", "rank 0: half", "rank 0: seed"]
+    assert names["model/weight"]["shape"] == [3, 4] and names["model/weight"]["dtype"] == "float32"
+    assert names["model/weight"]["regions"] == names["model/tied"]["regions"]
+    assert names["rank 0: half"]["dtype"] == "bfloat16" and names["rank 0: seed"]["kind"] == "value"
+    reader = rapidraid.Checkpointer(job, config=cluster.config)
+    for name in names:
+        assert reader.read(3, name) is not None
+    text = cluster.command("show", f"{job}/latest", "--tensors", "--names", "model/*")
+    assert "2 names in 2 regions, 48 B" in text and "seed" not in text

@@ -286,3 +286,13 @@ def test_keep_removes_older_steps(cluster: rapidraid.LocalCluster, job: str) -> 
     assert [info.step for info in checkpointer.steps()] == [4, 5]
     checkpointer.remove(4)
     assert checkpointer.latest() == 5
+
+
+def test_a_closed_checkpointer_says_so(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Closing twice is harmless; everything else is refused."""
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"a": 1})
+    checkpointer.close()
+    for call in (lambda: checkpointer.save(2, {"a": 1}), lambda: checkpointer.load({"a": 1}), checkpointer.steps, checkpointer.latest):
+        with pytest.raises(errors.InvalidError, match="is closed"):
+            call()

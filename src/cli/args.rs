@@ -62,7 +62,7 @@ pub enum Command {
     /// List checkpoints
     Ls(Ls),
     /// Show one checkpoint: its shards, their state and where they are
-    Show(Named),
+    Show(Show),
     /// Remove a checkpoint
     Rm(Rm),
     /// Read all of a checkpoint and check every byte; writes nothing
@@ -378,6 +378,26 @@ pub struct Named {
     /// The job, and the step's number or `latest`
     #[arg(value_name = "JOB/STEP")]
     pub step: AnyStep,
+    /// Where the cluster is.
+    #[command(flatten)]
+    pub connect: Connect,
+}
+
+/// Options of `show`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  rapidraid show gpt/latest\n  rapidraid show gpt/1200 --tensors --names 'model/layers.0.*'"
+)]
+pub struct Show {
+    /// The job, and the step's number or `latest`, the greatest that is committed
+    #[arg(value_name = "JOB/STEP")]
+    pub step: AnyStep,
+    /// List the tensors and values that a trainer saved: name, type, shape, regions and bytes
+    #[arg(long)]
+    pub tensors: bool,
+    /// List only names that fit: `*` stands for any text, `?` for one character
+    #[arg(long, value_name = "GLOB", requires = "tensors")]
+    pub names: Option<String>,
     /// Where the cluster is.
     #[command(flatten)]
     pub connect: Connect,

@@ -25,6 +25,7 @@ mod stage;
 mod status;
 mod steps;
 pub mod table;
+mod tensors;
 mod trace;
 mod transfer;
 pub mod words;

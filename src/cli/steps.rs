@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::args::{Ls, Named, Rm};
+use super::args::{Ls, Rm, Show};
 use super::holdings::{States, holdings};
 use super::picture::{self, Style};
 use super::printer::Answer;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::words::ExactStep;
-use super::{Front, Outcome, connect};
+use super::{Front, Outcome, connect, tensors};
 use crate::client::ShowReport;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{NodeId, PeerName};
@@ -33,7 +33,10 @@ pub async fn list(front: &mut Front, options: Ls) -> Outcome {
 }
 
 /// The command `show`.
-pub async fn show(front: &mut Front, options: Named) -> Outcome {
+pub async fn show(front: &mut Front, options: Show) -> Outcome {
+    if options.tensors {
+        return tensors::show(front, options).await;
+    }
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.show(&options.step.job, options.step.step)).await;
     connect::close(&client).await;
@@ -58,7 +61,8 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 
 struct Steps(Vec<StepView>);
 
-fn step_json(view: &StepView) -> Map<String, Value> {
+/// What is known of a step without looking into it.
+pub fn step_json(view: &StepView) -> Map<String, Value> {
     let saved = &view.saved;
     let fields = json!({
         "job": view.job, "step": view.step, "save": saved.save.to_string(), "shards": saved.shards,

@@ -53,7 +53,7 @@ pub fn pace(bytes: u64, took: Duration) -> String {
 }
 
 /// `JOB/STEP` with the step as it was typed.
-fn named(job: &Job, step: Option<Step>) -> String {
+pub fn named(job: &Job, step: Option<Step>) -> String {
     step.map_or_else(|| format!("{job}/latest"), |step| format!("{job}/{step}"))
 }
 

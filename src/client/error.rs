@@ -5,6 +5,7 @@ use std::io;
 use crate::code::CodeError;
 use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
+use crate::format::table::TableError;
 use crate::id::{ClusterId, Job, ShardName, Step};
 use crate::kind::Kind;
 use crate::net::NetError;
@@ -63,6 +64,26 @@ pub enum ClientError {
         step: Step,
         /// The name.
         name: ShardName,
+    },
+    /// The step has no index.
+    #[error(
+        "{job}/{step} was not saved by a trainer and has no tensors: `rapidraid show {job}/{step}` shows its shards"
+    )]
+    NoIndex {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+    },
+    /// The index is not one that this release reads.
+    #[error("the index of {job}/{step}: {source}")]
+    Index {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// Why.
+        source: TableError,
     },
     /// Two shards of a save have one name.
     #[error("two of the shards are called {name}: a checkpoint's shards have different names")]
@@ -192,7 +213,9 @@ impl ClientError {
             ClientError::Unreachable { .. } => Kind::Unavailable,
             ClientError::NoStep { .. }
             | ClientError::Removed { .. }
-            | ClientError::NoShard { .. } => Kind::NotFound,
+            | ClientError::NoShard { .. }
+            | ClientError::NoIndex { .. } => Kind::NotFound,
+            ClientError::Index { source, .. } => source.kind(),
             ClientError::DuplicateName { .. }
             | ClientError::NoShards
             | ClientError::RangeOfMany

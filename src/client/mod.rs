@@ -18,6 +18,7 @@
 
 mod error;
 pub mod files;
+mod index;
 mod output;
 mod parts;
 mod record;
@@ -29,6 +30,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 pub use error::ClientError;
+pub use index::Index;
 pub use output::RestoreRequest;
 pub use parts::ReadRange;
 pub use restore::RestoreReport;

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -93,6 +93,8 @@ pub struct Session {
     connection: Option<Connection>,
     place: Option<Place>,
     is_forgotten: bool,
+    /// The segments that it made, for [`Session::leave_to_parent`].
+    made: Vec<Weak<Segment>>,
 }
 
 /// A segment that this process fills.
@@ -102,7 +104,7 @@ pub struct Segment {
     /// Its memory.
     pub map: Writable,
     /// Came locked: by the lock the daemon knows that a process has the segment.
-    _file: File,
+    lock: Mutex<Option<File>>,
 }
 
 impl Session {
@@ -122,6 +124,7 @@ impl Session {
             connection: Some(connection),
             place: None,
             is_forgotten: false,
+            made: Vec::new(),
         })
     }
 
@@ -145,6 +148,18 @@ impl Session {
         self.connection = None;
         self.place = None;
         self.is_forgotten = true;
+    }
+
+    /// Ends the session in a forked child. It lets go of the segments' locks too: the segments are the parent's, and have to be free
+    /// when the parent is gone. Their memory is not mapped in a child.
+    pub fn leave_to_parent(&mut self) {
+        self.forget();
+        for segment in self.made.drain(..).filter_map(|segment| segment.upgrade()) {
+            // A child of a process that held this lock just then leaves it to its own end.
+            if let Ok(mut lock) = segment.lock.try_lock() {
+                *lock = None;
+            }
+        }
     }
 
     /// Sends a request and waits for its answer. A failure in the answer is an error.
@@ -203,7 +218,10 @@ impl Session {
             return Err(StagingError::Unexpected { what: WHAT });
         };
         self.place = Some(prepare.place.clone());
-        make_segments(segments, descriptors, prepare.segment_bytes, wait)
+        let made = make_segments(segments, descriptors, prepare.segment_bytes, wait)?;
+        self.made.retain(|segment| segment.strong_count() > 0);
+        self.made.extend(made.iter().map(Arc::downgrade));
+        Ok(made)
     }
 
     /// Asks which of `segments` the step is to be written into, waiting until one is free. A further one may be added to them first.
@@ -224,7 +242,9 @@ impl Session {
                 }
                 (Answer::Prepared { segments: ids }, descriptors) => {
                     let len_bytes = segments.first().map_or(0, |own| own.map.len()) as u64;
-                    segments.extend(make_segments(ids, descriptors, len_bytes, wait)?);
+                    let made = make_segments(ids, descriptors, len_bytes, wait)?;
+                    self.made.extend(made.iter().map(Arc::downgrade));
+                    segments.extend(made);
                 }
                 _ => return Err(StagingError::Unexpected { what: WHAT }),
             }
@@ -289,7 +309,7 @@ impl Segment {
         let map = mapping::reserve(&file, len_bytes, &mut proceed)
             .and_then(|()| Writable::map(&file, len_bytes, &mut proceed));
         match (map, interrupted) {
-            (Ok(map), _) => Ok(Self { id, map, _file: file }),
+            (Ok(map), _) => Ok(Self { id, map, lock: Mutex::new(Some(file)) }),
             (Err(_), Some(error)) => Err(error),
             (Err(source), None) => Err(failed(source)),
         }

@@ -42,6 +42,11 @@ pub use path::{Key, Path, PathError};
 pub use reader::{FoundName, ReadAt, TableReader};
 pub use search::{CopyDim, ExtentCopy, SearchError, Wanted, search};
 
+/// How the name of a data shard of a trainer's checkpoint begins; the launch and the shard's number follow.
+pub const DATA_SHARD: &str = "data/";
+/// How the name of the index shard begins; the launch follows.
+pub const INDEX_SHARD: &str = "index/";
+
 /// The names among which a path is unique. The shared space sorts first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Space {
@@ -121,7 +126,7 @@ impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.space {
             Space::Shared => self.path.fmt(f),
-            Space::Rank(rank) => write!(f, "{} (private to rank {rank})", self.path),
+            Space::Rank(rank) => write!(f, "rank {rank}: {}", self.path),
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, lock};
 use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
-use crate::format::table::{FOOTER_BYTES, MergeInput, Table, table_range};
+use crate::format::table::{DATA_SHARD, FOOTER_BYTES, INDEX_SHARD, MergeInput, Table, table_range};
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
 use crate::kind::Kind;
 use crate::trainer::mapping;
@@ -112,8 +112,8 @@ fn data_shards(shown: &ShowReport) -> Option<Vec<(ShardName, u64)>> {
     let mut has_index = false;
     for (root, _) in &shown.shards {
         let name = root.name.as_str();
-        has_index |= name.starts_with("index/");
-        if let Some(number) = name.strip_prefix("data/").and_then(|rest| rest.rsplit_once('/')) {
+        has_index |= name.starts_with(INDEX_SHARD);
+        if let Some(number) = name.strip_prefix(DATA_SHARD).and_then(|rest| rest.rsplit_once('/')) {
             data.insert(number.1.parse::<u32>().ok()?, (root.name.clone(), root.len_bytes));
         }
     }

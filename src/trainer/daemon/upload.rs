@@ -13,7 +13,7 @@ use super::records::{SaveState, StepRecord};
 use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, lock};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
-use crate::format::table::Table;
+use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table};
 use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{Failure, Sample};
@@ -23,17 +23,17 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from
 
 /// The name of data shard `number` of a launch's step.
 pub fn data_name(launch: LaunchId, number: usize) -> Result<ShardName, IdError> {
-    format!("data/{launch}/{number}").parse()
+    format!("{DATA_SHARD}{launch}/{number}").parse()
 }
 
 /// The name of the index of a launch's step.
 pub fn index_name(launch: LaunchId) -> Result<ShardName, IdError> {
-    format!("index/{launch}").parse()
+    format!("{INDEX_SHARD}{launch}").parse()
 }
 
 /// The launch that a shard's name carries.
 pub fn launch_of(name: &ShardName) -> Option<LaunchId> {
-    name.as_str().strip_prefix("index/")?.parse().ok()
+    name.as_str().strip_prefix(INDEX_SHARD)?.parse().ok()
 }
 
 /// Whose save is committed as a step.

@@ -51,7 +51,7 @@ fn rows_are_sorted_and_renumbered() {
     builder.add_region(a, Form::Whole, same);
     let table = builder.build().unwrap();
     let names: Vec<String> = table.names().iter().map(Name::to_string).collect();
-    assert_eq!(names, ["a", "b", "a (private to rank 3)"]);
+    assert_eq!(names, ["a", "b", "rank 3: a"]);
     let offsets: Vec<u64> = table.extents().iter().map(|extent| extent.offset_bytes).collect();
     assert_eq!(offsets, [0, 64, 128, 192]);
     let rows: Vec<(u32, u32)> = table.regions().iter().map(|r| (r.name, r.extent)).collect();

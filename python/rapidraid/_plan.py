@@ -41,6 +41,16 @@ class OwnedValue:
     extent: int
 
 
+@dataclass
+class Replicated:
+    """A part of a tensor that several ranks hold, of which each hashes the same sample."""
+
+    label: str
+    keys: Keys
+    #: The part's place among those of the tensor on this rank; ``None``: the whole tensor.
+    piece: int | None
+
+
 #: What ranks tell each other of a tensor: element type, bits, shape, boxes with bytes, and the name that it shares its content with.
 Told = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
 
@@ -56,7 +66,7 @@ class Plan:
     writer: _native.TableWriter
     #: What each name looked like, to see that a later state is laid out alike.
     layout: dict[tuple[bool, Keys], tuple[Any, ...]]
-    replicated: list[tuple[Keys, int]]
+    replicated: list[Replicated]
     segment_bytes: int
     launch_bytes: int
     views: list[list[Any]] = field(default_factory=list)
@@ -121,7 +131,15 @@ class Plan:
             if key not in described:
                 described[key] = describe(show(owned.keys), found[key])
             pieces.append(described[key].pieces[owned.piece].local)
-        samples = [found[(False, keys)] for keys, _ in self.replicated]
+        samples = []
+        for sampled in self.replicated:
+            key = (False, sampled.keys)
+            if sampled.piece is None:
+                samples.append(found[key])
+                continue
+            if key not in described:
+                described[key] = describe(show(sampled.keys), found[key])
+            samples.append(described[key].pieces[sampled.piece].local)
         return pieces, [values[(value.is_private, value.keys)] for value in self.values], samples
 
     def copy(self, at: int, sources: tuple[list[Any], list[bytes], list[Any]], launch: str, step: int) -> list[tuple[str, bytes]]:
@@ -140,8 +158,8 @@ class Plan:
             start = offsets[value.extent]
             buffer[start : start + len(content)] = content
         return [
-            (show(keys), bytes(_sample(value, self.world, launch, step)))
-            for (keys, _), value in zip(self.replicated, samples, strict=True)
+            (sampled.label, bytes(_sample(value, self.world, launch, step)))
+            for sampled, value in zip(self.replicated, samples, strict=True)
             if nbytes(value)
         ]
 
@@ -217,16 +235,19 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
             if error is not None and other == rank:
                 raise error
             raise InvalidError(f"rank {other}: {refused}", hint)
-    owners = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
-    return _lay_out(flat, rank, world, described, contents, alias, owners, gather)
+    owners, held_twice = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
+    return _lay_out(flat, rank, world, described, contents, alias, owners, held_twice, gather)
 
 
 #: Who stores each part: by path, and by place of the box among those of the path (values have place 0).
 Owners = dict[tuple[Keys, Box | None], int]
 
 
-def _owners(told: list[dict[Keys, Any]], loads: list[int]) -> Owners:
-    """Decides who stores what of the shared content, as every rank decides alike: the holder with the fewest bytes so far."""
+def _owners(told: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[tuple[Keys, Box | None]]]:
+    """Decides who stores what of the shared content, as every rank decides alike: the holder with the fewest bytes so far.
+
+    Returns also the parts that several ranks hold.
+    """
     holders: dict[tuple[Keys, Box | None], list[int]] = {}
     sizes: dict[tuple[Keys, Box | None], int] = {}
     first: dict[Keys, tuple[int, Any]] = {}
@@ -259,7 +280,7 @@ def _owners(told: list[dict[Keys, Any]], loads: list[int]) -> Owners:
         owner = min(holders[part], key=lambda rank: (loads[rank], rank))
         owners[part] = owner
         loads[owner] += sizes[part]
-    return owners
+    return owners, {part for part in holders if len(holders[part]) > 1}
 
 
 def _differ(keys: Keys, first: int, second: int, one: str, other: str) -> InvalidError:
@@ -306,6 +327,7 @@ def _lay_out(
     contents: dict[tuple[bool, Keys], bytes],
     alias: dict[tuple[bool, Keys], Keys],
     owners: Owners,
+    held_twice: set[tuple[Keys, Box | None]],
     gather: Callable[[Any], list[Any]],
 ) -> Plan:
     writer = _native.TableWriter()
@@ -313,7 +335,7 @@ def _lay_out(
     pieces: list[Any] = []
     extents: dict[tuple[bool, Keys, Box | None], int] = {}
     layout: dict[tuple[bool, Keys], tuple[Any, ...]] = {}
-    replicated: list[tuple[Keys, int]] = []
+    replicated: list[Replicated] = []
     values: list[OwnedValue] = []
     value_bytes = 0
     # Names that share their content come after the one that has it.
@@ -327,15 +349,10 @@ def _lay_out(
         layout[key] = (found.element, found.shape, str(leaf.value.dtype))
         flags = leaf.flags | (FLAG_ARRAY if is_array(leaf.value) else 0)
         source = alias.get(key)
-        if (
-            world > 1
-            and not leaf.is_private
-            and source is None
-            and all(piece.box is None for piece in found.pieces)
-            and is_tensor(leaf.value)
-        ):
-            replicated.append((leaf.keys, found.len_bytes))
         for at, piece in enumerate(found.pieces):
+            if not leaf.is_private and source is None and (leaf.keys, piece.box) in held_twice and is_tensor(leaf.value):
+                label = show(leaf.keys) if piece.box is None else f"{show(leaf.keys)}, the box of {piece.box[1]} at {piece.box[0]},"
+                replicated.append(Replicated(label, leaf.keys, None if piece.box is None else at))
             home = source if source is not None else leaf.keys
             if not leaf.is_private and owners.get((home, piece.box)) != rank:
                 continue

@@ -283,20 +283,23 @@ class Checkpointer:
         for note in notes:
             log.warning("step %d: %s", step, note)
         log.debug("step %d is committed as save %s", step, save)
-        return notes
+        return notes + [warning for of, warning in self._raise_notices() if of == step]
 
-    def _raise_notices(self) -> None:
-        """Raises the first failure that the daemon tells of and logs everything once."""
+    def _raise_notices(self) -> list[tuple[int, str]]:
+        """Raises the first failure that the daemon tells of and logs everything once. Returns the warnings, each with its step."""
+        warnings: list[tuple[int, str]] = []
         first: RapidraidError | None = None
         for step, failure, warning in self._daemon.notices(self.timeout):
             if failure is None:
                 log.warning("step %d: %s", step, warning)
+                warnings.append((step, warning or ""))
                 continue
             error = of_code(*failure)
             log.error("step %d was not saved: %s", step, error)
             first = first or error
         if first is not None:
             raise first
+        return warnings
 
     def load(
         self,

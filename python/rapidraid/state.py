@@ -28,6 +28,9 @@ Keys = tuple[Key, ...]
 #: The entry of a list or tuple with tensors in it that tells its type and its length.
 SEQUENCE: Key = (0, "__sequence__")
 
+#: The entry of a tensor that wraps others: its type and the names of what it wraps.
+WRAPPED: Key = (0, "__wrapped__")
+
 #: Flags of a name, kept in the table.
 FLAG_ARRAY = 1
 FLAG_PICKLE = 2
@@ -206,7 +209,9 @@ class _Walk:
         if isinstance(value, Marked):
             # A nearer mark wins over one above it. The value is put into the mark's place.
             self.value(keys, value.value, value.is_private, None if put is None else _remark(put, value))
-        elif is_tensor(value) or is_array(value):
+        elif is_tensor(value):
+            self.tensor(keys, value, is_private, put)
+        elif is_array(value):
             self.leaf(keys, value, is_private, put)
         elif _is_module(value):
             self.module(keys, value, is_private)
@@ -228,6 +233,17 @@ class _Walk:
         """Adds a leaf. What nobody declared is private, unless it says its parts itself."""
         private = not is_dtensor(value) if is_private is None else is_private
         self.flat.leaves.append(Leaf(keys, value, private, put, **more))
+
+    def tensor(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None, flags: int = 0) -> None:
+        """Adds a tensor. One that only wraps others, such as quantized weights, is stored as what it wraps."""
+        if is_dtensor(value) or not hasattr(value, "__tensor_flatten__"):
+            self.leaf(keys, value, is_private, put, flags=flags)
+            return
+        names, _ = value.__tensor_flatten__()
+        self.leaf((*keys, WRAPPED), [type(value).__qualname__, list(names)], is_private, None)
+        for name in names:
+            # What is inside is filled in place.
+            self.tensor((*keys, (0, name)), getattr(value, name), is_private, None, flags)
 
     def sequence(self, keys: Keys, items: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
         """Walks a list or tuple that has tensors in it. A tuple is made anew when it is loaded."""
@@ -269,7 +285,7 @@ class _Walk:
                     # Buffers are not synchronised by DDP and FSDP after the step that changed them.
                     private = self.world > 1 and not (is_parallel and is_parameter)
                     private = private and not is_dtensor(value)
-                self.leaf(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
+                self.tensor(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
             else:
                 extra[name] = value
                 self.value(below, value, is_private if is_private is not None or self.world > 1 else False, _setter(extra, name))

@@ -90,6 +90,17 @@ def check(name: str, tensor: Any) -> None:
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor") or (tensor.numel() > 0 and _is_lazy(tensor)):
         raise refuse(name, f"it is a {type(tensor).__name__} without content", "materialise it first")
 
+    # A subclass may have a shape and no memory of its own: copying from it would store something else, or crash.
+    if tensor.numel() > 0 and type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(tensor) and not _has_memory(tensor):
+        raise refuse(name, f"it is a {type(tensor).__name__}, which has no memory of its own", "give it __tensor_flatten__")
+
+
+def _has_memory(tensor: Any) -> bool:
+    try:
+        return bool(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return False
+
 
 def _is_lazy(tensor: Any) -> bool:
     return getattr(tensor, "device", None) is not None and tensor.device.type in ("lazy", "xla")

@@ -44,7 +44,7 @@ def once(
                 for other in children:
                     other.kill()
 
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    command = [sys.executable, str(EXAMPLES / script), *arguments]  # an absolute path stays as it is
     threads = []
     try:
         for rank in range(ranks):

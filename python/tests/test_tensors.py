@@ -176,8 +176,36 @@ def test_a_parameter_that_was_replaced_is_saved_as_it_is_now(cluster: rapidraid.
     assert torch.equal(checkpointer.read(2, "model/weight"), torch.full((4, 4), 7.0))
 
 
-class Wrapper(torch.Tensor):
-    """A subclass without content of its own."""
+class Hollow(torch.Tensor):
+    """A subclass without content of its own, and without a way to reach what it stands for."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.detach:
+            return args[0]
+        raise NotImplementedError
+
+
+def test_tensors_that_wrap_others_are_stored_as_what_they_wrap(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Quantized weights are such tensors. They are filled in place."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = torch.nn.Linear(3, 3)
+    model.weight = torch.nn.Parameter(TwoTensor(torch.full((3, 3), 1.0), torch.full((3, 3), 2.0)))
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"model": model, "loose": TwoTensor(torch.ones(2), torch.zeros(2))})
+    other = torch.nn.Linear(3, 3)
+    other.weight = torch.nn.Parameter(TwoTensor(torch.zeros(3, 3), torch.zeros(3, 3)))
+    loose = TwoTensor(torch.zeros(2), torch.ones(2))
+    rapidraid.Checkpointer(job, config=cluster.config).load({"model": other, "loose": loose})
+    assert torch.equal(other.weight.a, model.weight.a) and torch.equal(other.weight.b, model.weight.b)
+    assert torch.equal(loose.a, torch.ones(2)) and torch.equal(loose.b, torch.zeros(2))
+    with pytest.raises(rapidraid.errors.NotFoundError, match="model/weight"):
+        rapidraid.Checkpointer(job, config=cluster.config).load({"model": torch.nn.Linear(3, 3), "loose": loose})
 
 
 @pytest.mark.parametrize(
@@ -186,6 +214,7 @@ class Wrapper(torch.Tensor):
         (lambda: torch.empty(3, device="meta"), "meta device"),
         (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (Hollow, "no memory of its own"),
         (lambda: numpy.array([object()]), "array of object"),
         (lambda: object(), "no plain value"),
         (lambda: {1.5: 2}, "key 1.5 of type float"),

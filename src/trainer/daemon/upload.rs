@@ -1,5 +1,6 @@
 //! Saves a step that all ranks have staged: checks it, hashes it, sends it, looks at it once more, commits it.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -244,14 +245,16 @@ impl StagingDaemon {
     fn compare_samples(self: &Arc<Self>, key: &StepKey) {
         self.with(|core| {
             let samples = core.step(key).map(|step| step.samples.clone()).unwrap_or_default();
-            let mut ranks = samples.iter();
-            let Some((first_rank, first)) = ranks.next() else { return };
-            for (rank, other) in ranks {
-                let differs = |(a, b): &(&Sample, &Sample)| a.name == b.name && a.hash != b.hash;
-                if let Some((name, _)) = first.iter().zip(other).find(differs) {
+            let mut first: BTreeMap<&str, (u32, &Sample)> = BTreeMap::new();
+            for (&rank, samples) in &samples {
+                let differs = samples.iter().find_map(|sample| {
+                    let known = first.entry(&sample.name).or_insert((rank, sample));
+                    (known.1.hash != sample.hash).then_some((known.0, &sample.name))
+                });
+                // One name of each rank is enough to find the cause.
+                if let Some((other, name)) = differs {
                     let warning = format!(
-                        "{} differs between ranks {first_rank} and {rank}, though it is declared replicated: the owner's copy is saved",
-                        name.name
+                        "{name} differs between ranks {other} and {rank}, though it is declared replicated: the owner's copy is saved",
                     );
                     tracing::warn!(job = %key.job, step = %key.step, "{warning}");
                     core.warn(key, warning);

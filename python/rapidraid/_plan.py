@@ -11,7 +11,7 @@ from typing import Any
 from . import _native
 from .errors import InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_tensor, show
-from .tensors import Box, Described, alias_key, copy_all, describe, nbytes, view_of
+from .tensors import Box, Described, alias_key, copy_all, describe, nbytes, register, view_of
 
 #: Room for values that grow from step to step.
 SLACK_BYTES = 256 << 10
@@ -72,6 +72,8 @@ class Plan:
     views: list[list[Any]] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
     _pieces: list[Any] = field(default_factory=list)
+    #: Takes back the registration of each segment with CUDA.
+    _registered: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def segments(self) -> int:
@@ -80,13 +82,22 @@ class Plan:
 
     def again(self) -> Plan:
         """Returns the plan for new segments."""
-        self.views, self.buffers = [], []
+        self.let_go()
         return self
+
+    def let_go(self) -> None:
+        """Lets go of the segments."""
+        self.views, self.buffers = [], []
+        for unregister in self._registered:
+            unregister()
+        self._registered = []
 
     def add_segment(self, segment: Any) -> None:
         """Makes the views of a segment's memory once; every save into it uses them."""
         buffer = memoryview(segment)
         self.buffers.append(buffer)
+        if any(is_tensor(piece) and piece.device.type == "cuda" for piece in self._pieces):
+            self._registered.append(register(buffer))
         self.views.append([view_of(buffer, owned.offset, piece) for owned, piece in zip(self.owned, self._pieces, strict=True)])
 
     def sources(self, flat: Flat, allow_pickle: bool) -> tuple[list[Any], list[bytes], list[Any]]:

@@ -196,8 +196,13 @@ class Checkpointer:
         plan = make_plan(flat, self.rank, self.world, self._group.gather, self.allow_pickle)
         self._prepare(plan)
 
-    def _prepare(self, plan: Plan) -> None:
+    def _drop_plan(self) -> None:
+        if self._plan is not None:
+            self._plan.let_go()
         self._plan = None
+
+    def _prepare(self, plan: Plan) -> None:
+        self._drop_plan()
         count = self._daemon.prepare(
             self.job,
             self._launch,
@@ -391,8 +396,8 @@ class Checkpointer:
 
     def _end(self) -> None:
         self._is_closed = True
+        self._drop_plan()
         self._session.forget()
-        self._plan = None
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,8 +218,25 @@ def copy_all(targets: list[Any], sources: list[Any]) -> None:
             to[...] = source
     if not tensors or torch is None:
         return
+    devices = {source.device for _, source in tensors if source.device.type == "cuda"}
     with torch.no_grad():
-        torch._foreach_copy_([to for to, _ in tensors], [source for _, source in tensors])
+        # Segments are registered with CUDA: its copies run at the speed of the bus, all at once, and are waited for below.
+        torch._foreach_copy_([to for to, _ in tensors], [source for _, source in tensors], non_blocking=bool(devices))
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def register(buffer: Any) -> Callable[[], None]:
+    """Registers memory with CUDA, so that copies from a device need no staging of their own. Returns what takes it back."""
+    torch = sys.modules["torch"]
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(int(cudart.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)))
+
+    def unregister() -> None:
+        cudart.cudaHostUnregister(whole.data_ptr())
+
+    return unregister
 
 
 def address(value: Any) -> int:

@@ -35,6 +35,14 @@ def test_the_program_is_in_the_package() -> None:
     assert done.stdout.split()[1] == rapidraid.__version__
 
 
+@pytest.mark.parametrize("file", [_native.__file__, _program.program()])
+def test_the_wheel_runs_with_the_glibc_that_it_states(file: str) -> None:
+    """The wheel's tag speaks for the extension; the program must keep to it too."""
+    shown = subprocess.run(["readelf", "-V", file], capture_output=True, text=True, check=True).stdout
+    needed = {tuple(int(part) for part in version.split(".")) for version in re.findall(r"GLIBC_([0-9.]+)", shown)}
+    assert needed and max(needed) <= (2, 34)
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     """Torch is an extra."""
     code = "import sys, rapidraid; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"

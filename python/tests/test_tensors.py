@@ -329,3 +329,17 @@ def test_the_weights_of_a_real_model(cluster: rapidraid.LocalCluster, job: str) 
     weights = load_file(Path(package.__file__).parent / "model" / "model.safetensors")
     assert len(weights) > 100
     assert same(weights, round_trip(cluster, job, weights))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """They are copied straight into segments that are registered with CUDA, and filled in place."""
+    state = {"large": torch.randn(1 << 20, device="cuda"), "strided": torch.randn(30, 40, device="cuda").T[::2], "host": torch.ones(3)}
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        for step in (1, 2):
+            state["large"].fill_(step)
+            checkpointer.save(step, state)
+            state["large"].fill_(-1)
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    assert rapidraid.Checkpointer(job, config=cluster.config).load(loaded) == 2
+    assert bool((loaded["large"] == 2).all()) and torch.equal(loaded["strided"], state["strided"])

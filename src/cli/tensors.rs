@@ -23,7 +23,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
     let index = client.read_index(job, step, progress).await;
     connect::close(&client).await;
     let index = index.map_err(|error| connect::failure(&error))?;
-    let pattern = options.names.map_or_else(|| "*".to_owned(), |pattern| pattern);
+    let pattern = options.names.unwrap_or_else(|| "*".to_owned());
     Ok(Box::new(Tensors { index, pattern: WildMatch::new(&pattern) }))
 }
 

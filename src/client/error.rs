@@ -83,7 +83,7 @@ pub enum ClientError {
         /// The step.
         step: Step,
         /// Why.
-        source: TableError,
+        source: Box<TableError>,
     },
     /// Two shards of a save have one name.
     #[error("two of the shards are called {name}: a checkpoint's shards have different names")]

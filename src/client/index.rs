@@ -49,7 +49,8 @@ impl Client {
         let index = roots.into_iter().find(|root| root.name.as_str().starts_with(INDEX_SHARD));
         let Some(root) = index else { return Err(ClientError::NoIndex { job, step }) };
         let len_bytes = root.len_bytes;
-        let failed = |source| ClientError::Index { job: job.clone(), step, source };
+        let failed =
+            |source| ClientError::Index { job: job.clone(), step, source: Box::new(source) };
         if len_bytes > MAX_INDEX_BYTES {
             return Err(failed(TableError::TooLong {
                 part: Part::Table,

@@ -305,11 +305,13 @@ impl Core {
         Ok(())
     }
 
-    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun are abandoned.
+    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun, or are committed, are
+    /// abandoned.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
         let Some(step) = self.step(key) else { return };
         let saves = match &step.phase {
             Phase::Saving { saves } => saves.clone(),
+            Phase::Committed { save, .. } => vec![*save],
             _ => Vec::new(),
         };
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
@@ -317,7 +319,9 @@ impl Core {
         // Before anybody is told: a header that says staged later does not bring the step back.
         if let Some(job) = self.jobs.get_mut(&key.job) {
             job.drop_filling(key.fill);
-            job.abandoned.extend(saves.iter().map(|save| (key.step, *save)));
+            let new = saves.iter().map(|save| (key.step, *save));
+            let new: Vec<_> = new.filter(|save| !job.abandoned.contains(save)).collect();
+            job.abandoned.extend(new);
         }
         if !saves.is_empty() {
             self.effects.push(Effect::Settle(key.job.clone()));

@@ -343,6 +343,26 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
     let kept = world.core.job_record(&job()).unwrap().abandoned;
     assert_eq!(kept, [(Step(15), save(2)), (Step(20), save(1))], "in one record");
+    // Also what was committed since the launch has looked.
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 20);
+    world.commit(1, 20);
+    world.prepare(2, 0, 1).unwrap();
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &[]);
+    assert_eq!(world.core.next_abandoned(&job()), Some((Step(20), save(20))));
+}
+
+#[test]
+fn what_is_abandoned_is_settled_the_newest_first() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 20);
+    let key = world.key(1, 20).unwrap();
+    world.core.saving(&key, vec![save(1)]);
+    world.prepare(2, 0, 1).unwrap();
+    world.effects();
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &[(Step(15), save(2))]);
     assert!(world.effects().contains(&Effect::Settle(job())));
     assert_eq!(world.core.next_abandoned(&job()), Some((Step(20), save(1))), "the newest first");
     world.core.forget_abandoned(&job(), &(Step(20), save(1)));

@@ -286,12 +286,26 @@ impl Core {
         own.filter(|(_, segment)| segment.state != Use::Doomed).map(|(id, _)| *id).collect()
     }
 
-    /// A launch loads a step: what it writes next is compared anew with what is committed.
+    /// A rank of a launch loads a step: what the launch writes next is compared anew with what is committed. Steps that the rank has not
+    /// staged are dropped: it goes on from the one that it loads.
     pub fn loaded(&mut self, place: &Place, resumed: Resumed) {
-        if let Some(launch) = self.launch_mut(place) {
-            launch.resumed = Resumed { abandon_later: launch.resumed.abandon_later, ..resumed };
-            launch.committed_before = None;
-            self.effects.push(Effect::KeepJob(place.job.clone()));
+        let Some(launch) = self.launch_mut(place) else { return };
+        launch.resumed = Resumed { abandon_later: launch.resumed.abandon_later, ..resumed };
+        launch.committed_before = None;
+        self.effects.push(Effect::KeepJob(place.job.clone()));
+        let Some(state) = self.jobs.get(&place.job) else { return };
+        let left = state.keys(&place.job, |_, launch, found| {
+            launch == place.launch
+                && !found.phase.is_complete()
+                && !found.parts.contains_key(&place.rank)
+        });
+        for key in left {
+            let why = Failure::new(
+                Kind::Invalid,
+                format!("rank {} loads, and had not staged step {}", place.rank, key.step),
+                "all ranks of a launch must save and load the same steps in the same order",
+            );
+            self.drop_step(&key, why);
         }
     }
 

@@ -91,11 +91,16 @@ impl Core {
         own.find(|(_, segment)| is_it(segment)).map(|(id, _)| *id)
     }
 
-    /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`.
+    /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`: earlier ones, and what it was
+    /// filling. Later ones may have been begun by ranks that are ahead of it.
     fn went_on(&mut self, member: MemberId, place: &Place, step: Step) {
         let own = self.segments.iter_mut().filter(|(_, segment)| segment.owner == member);
+        let mut given_up = Vec::new();
         for (id, segment) in own {
-            if matches!(&segment.state, Use::Filling(key) if key.step != step) {
+            if let Use::Filling(key) = &segment.state
+                && key.step != step
+            {
+                given_up.push(key.step);
                 segment.state = Use::Free;
                 self.effects.push(Effect::MarkFree(*id));
             }
@@ -103,7 +108,7 @@ impl Core {
         let Some(state) = self.jobs.get(&place.job) else { return };
         let left = state.keys(&place.job, |other, launch, found| {
             launch == place.launch
-                && other != step
+                && (other < step || given_up.contains(&other))
                 && !found.phase.is_complete()
                 && !found.parts.contains_key(&place.rank)
         });

@@ -271,6 +271,30 @@ fn a_slow_rank_may_lag_behind_by_one_step() {
     world.fill(17, 10).unwrap();
     world.stage(16, 20);
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("filling"), Some("filling")));
+    // Or begin a step that others have staged, when they are at the next one already.
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    world.stage(16, 20);
+    world.stage(17, 10);
+    world.stage(17, 20);
+    assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), Some("staged")));
+}
+
+#[test]
+fn a_rank_that_goes_back_gives_up_what_it_has_not_staged() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 20);
+    world.fill(17, 20).unwrap();
+    world.fill(17, 10).unwrap();
+    assert_eq!(world.phase(1, 20), None, "it was filling it");
+    world.stage(16, 30);
+    let place = Place { job: job(), launch: launch(1), world: 2, rank: 1 };
+    world.core.loaded(&place, Resumed { loaded: Some(Step(5)), ..Resumed::default() });
+    assert_eq!((world.phase(1, 10), world.phase(1, 30)), (None, None), "it loads");
 }
 
 #[test]

@@ -156,7 +156,8 @@ async fn until_end(
         () = signals.interrupted() => running.quiet(Duration::ZERO).await,
     };
     if left.is_empty() && is_lost {
-        let message = "the staging folder was taken away under the daemon; all that was staged is committed";
+        let message =
+            "the staging folder was taken away under the daemon; all that was staged is committed";
         let hint = "start it again; `RemoveIPC=no` keeps systemd-logind from removing a user's shared memory";
         return Err(Failure::new(Kind::Unavailable, message).with_hint(hint));
     }

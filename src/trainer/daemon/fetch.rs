@@ -198,6 +198,17 @@ impl StagingDaemon {
         bytes
     }
 
+    /// What was read is damaged: whoever asks next reads it once more.
+    pub(super) fn forget_fetched(&self, fetched: &Arc<Fetched>) {
+        let mut fetches = self.fetches();
+        let is_it = |fetch: &Fetch| match fetch.end() {
+            Some(Ok(other)) => Arc::ptr_eq(&other, fetched),
+            _ => false,
+        };
+        fetches.retain(|_, fetch| !is_it(fetch));
+        self.count_fetches(&fetches);
+    }
+
     /// Under the lock of the map, so that the count is the map's.
     fn count_fetches(&self, fetches: &Fetches) {
         let bytes = fetches.values().map(|fetch| fetch.progress().1).sum();

@@ -465,10 +465,14 @@ impl StagingDaemon {
         save: SaveId,
     ) -> Result<(), crate::client::ClientError> {
         let views = self.client.list(Some(job)).await?;
-        if views.iter().any(|view| view.step == step && view.saved.save == save) {
-            self.client.remove(job, step).await?;
+        if !views.iter().any(|view| view.step == step && view.saved.save == save) {
+            return Ok(());
         }
-        Ok(())
+        match self.client.remove(job, step).await {
+            // Somebody else was quicker, such as the task that goes on when a launch does not wait any more.
+            Err(error) if error.kind() == Kind::NotFound => Ok(()),
+            removed => removed.map(drop),
+        }
     }
 
     async fn wait(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {

@@ -402,17 +402,14 @@ impl StagingDaemon {
         }
         let committed = self.committed_saves(&place.job).await?;
         let newest = committed.last().map(|(step, _)| *step);
-        // A launch that has not looked, because it loaded nothing or the cluster was away, is told by the first look.
-        let seen = resumed.newest_seen.or(newest);
-        let is_between = |step: Step| {
-            resumed.loaded.is_none_or(|loaded| step > loaded)
-                && seen.is_some_and(|seen| step <= seen)
-        };
-        let between: Vec<(Step, SaveId)> =
-            committed.iter().copied().filter(|(step, _)| is_between(*step)).collect();
+        // Also those that were committed since the launch loaded: it goes on from before them.
+        let is_later = |step: Step| resumed.loaded.is_none_or(|loaded| step > loaded);
+        let later_saves: Vec<(Step, SaveId)> =
+            committed.iter().copied().filter(|(step, _)| is_later(*step)).collect();
         let in_memory =
             self.with(|core| core.later_in_memory(&place.job, resumed.loaded, place.launch));
-        let mut later: Vec<Step> = between.iter().map(|(step, _)| *step).chain(in_memory).collect();
+        let saved = later_saves.iter().map(|(step, _)| *step);
+        let mut later: Vec<Step> = saved.chain(in_memory).collect();
         later.sort_unstable();
         later.dedup();
         if let (Some(first), Some(last)) = (later.first(), later.last()) {
@@ -428,13 +425,10 @@ impl StagingDaemon {
                     "load the newest step, or pass abandon_later=True to remove the later ones";
                 return Err(Failure::new(Kind::Exists, message, hint));
             }
-            self.abandon(&place, resumed.loaded, between).await?;
+            self.abandon(&place, resumed.loaded, later_saves).await?;
         }
-        let kept = committed
-            .into_iter()
-            .map(|(step, _)| step)
-            .filter(|step| !is_between(*step) && seen.is_some_and(|seen| *step <= seen));
-        self.with(|core| core.checked(&place, kept.collect(), seen));
+        let kept = committed.into_iter().map(|(step, _)| step).filter(|step| !is_later(*step));
+        self.with(|core| core.checked(&place, kept.collect(), newest));
         Ok(None)
     }
 

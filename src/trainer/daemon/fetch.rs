@@ -186,11 +186,11 @@ impl StagingDaemon {
         self.count_fetches(&fetches);
     }
 
-    /// Gives back the files of a job that nobody reads. Returns their bytes.
-    pub(super) fn free_fetches(&self, job: &Job) -> u64 {
+    /// Gives back the files that nobody reads, of a job or of all. Returns their bytes.
+    pub(super) fn free_fetches(&self, job: Option<&Job>) -> u64 {
         let (mut fetches, mut bytes) = (self.fetches(), 0);
         fetches.retain(|(of, ..), fetch| {
-            let stays = of != job || fetch.is_used();
+            let stays = job.is_some_and(|job| of != job) || fetch.is_used();
             bytes += if stays { 0 } else { fetch.progress().1 };
             stays
         });
@@ -231,7 +231,9 @@ impl StagingDaemon {
             ));
         };
         let len_bytes = shards.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
-        if !self.take_room(fetch, len_bytes) {
+        let has_room = self.take_room(fetch, len_bytes)
+            || self.free_fetches(None) > 0 && self.take_room(fetch, len_bytes);
+        if !has_room {
             return Err(self.with(|core| core.no_room(len_bytes)));
         }
         let mut fetched = Fetched { save: fetch.save, table: Table::default(), files: Vec::new() };

@@ -240,7 +240,7 @@ impl StagingDaemon {
             Request::Free { job, with_unsaved } => {
                 let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
                 let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
-                plain(Answer::Freed { bytes: bytes + self.free_fetches(&job) })
+                plain(Answer::Freed { bytes: bytes + self.free_fetches(Some(&job)) })
             }
         }
     }
@@ -266,12 +266,16 @@ impl StagingDaemon {
             let made = self.with(|core| core.prepare(member, prepare, &is_unmapped, &mut new_id));
             match made {
                 Ok(segments) => break segments,
+                // Nothing is kept for readers that may come.
+                Err(failure) if failure.kind() == Kind::Busy && self.free_fetches(None) > 0 => {}
                 Err(failure) if failure.kind() == Kind::Busy => {
                     // A launch that was before this one may still be letting its memory go.
                     let now = self.clock.now();
-                    let is_beyond = self.with(|core| prepare.launch_bytes > core.limit_bytes());
-                    if now >= until || is_beyond {
-                        if is_beyond || !self.with(|core| core.may_get_room(&prepare.place)) {
+                    if self.with(|core| prepare.launch_bytes > core.limit_bytes()) {
+                        return Err(failure);
+                    }
+                    if now >= until {
+                        if !self.with(|core| core.may_get_room(&prepare.place)) {
                             return Err(failure);
                         }
                         return waiting(failure.message);

@@ -11,6 +11,8 @@ mod fixture;
 mod messages;
 #[path = "compat/records.rs"]
 mod records;
+#[path = "compat/staging.rs"]
+mod staging;
 #[path = "compat/tables.rs"]
 mod tables;
 
@@ -89,6 +91,39 @@ fn messages() {
 fn a_damaged_message_is_an_error_or_another_message() {
     damage(&messages::calls(), false);
     damage(&messages::others(), false);
+}
+
+#[test]
+fn messages_of_trainers() {
+    let cases = staging::messages();
+    hold("wire/v1/staging.txt", &cases);
+    for (side, name) in [("request", "Request"), ("answer", "Answer")] {
+        let variants = staging::variants(name);
+        assert!(variants.len() > 10, "the variants are not where they were: {variants:?}");
+        for variant in variants {
+            let wanted = format!("{side} {variant}");
+            let is_it = |case: &Case| case.name.split(',').next() == Some(&wanted);
+            assert!(cases.iter().any(is_it), "no fixture of {wanted}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_message_of_a_trainer_is_an_error_or_another_message() {
+    damage(&staging::messages(), false);
+}
+
+#[test]
+fn segments() {
+    let case = staging::segment();
+    // Magic bytes and version, then what the hash covers, then the hash; the state lies between. Extents have their own hashes.
+    let covered = (0..12).chain(16..128).chain(192..case.bytes.len());
+    for at in covered {
+        let mut bad = case.bytes.clone();
+        bad[at] ^= 1;
+        assert!((case.parse)(&bad).is_err(), "byte {at} was believed");
+    }
+    hold("format/v1/segments.txt", &[case]);
 }
 
 /// A code id stands in receipts and piece files for as long as they live, and the generator behind it decodes them.

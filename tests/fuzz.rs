@@ -21,6 +21,8 @@ mod mutate;
 mod orders;
 #[path = "fuzz/records.rs"]
 mod records;
+#[path = "fuzz/staging.rs"]
+mod staging;
 #[path = "fuzz/tables.rs"]
 mod tables;
 #[path = "fuzz/target.rs"]
@@ -63,6 +65,10 @@ targets![
     files::tails,
     tables::tables,
     tables::table_columns,
+    staging::staging_messages,
+    staging::staging_frames,
+    staging::segments,
+    staging::segment_headers,
     text::names,
     text::configurations,
     text::code_reports,

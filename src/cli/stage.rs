@@ -159,6 +159,7 @@ async fn until_end(
             None => std::future::pending().await,
         }
     };
+    let mut is_lost = false;
     let limit = tokio::select! {
         () = is_idle => return Ok(Box::new(Ended)),
         () = starter_gone => return Ok(Box::new(Ended)),
@@ -166,13 +167,23 @@ async fn until_end(
             front.printer.note(&format!("{which}: what is staged is saved first, for at most {} s", stop.as_secs()));
             stop
         }
-        () = running.lost() => LOST_LIMIT,
+        () = running.lost() => {
+            is_lost = true;
+            front.printer.note("the staging folder was taken away: what is staged is saved first");
+            LOST_LIMIT
+        }
     };
     // Schedulers repeat SIGTERM; only an interrupt by hand ends it earlier.
     let left = tokio::select! {
         left = running.quiet(limit) => left,
         () = signals.interrupted() => running.quiet(Duration::ZERO).await,
     };
+    if left.is_empty() && is_lost {
+        let message =
+            "the staging folder was taken away under the daemon; all that was staged is committed";
+        let hint = "start it again; `RemoveIPC=no` keeps systemd-logind from removing a user's shared memory";
+        return Err(Failure::new(Kind::Unavailable, message).with_hint(hint));
+    }
     if left.is_empty() {
         return Ok(Box::new(Ended));
     }

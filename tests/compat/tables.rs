@@ -89,6 +89,14 @@ pub fn varied(has_hashes: bool) -> Table {
     writer.builder.build().unwrap()
 }
 
+/// A table of 13 bytes, as one rank writes it.
+pub fn one_extent() -> Table {
+    let mut writer = Writer { builder: TableBuilder::new(), has_hashes: false, end_bytes: 0 };
+    let name = Name { kind: NameKind::Bytes, ..tensor("model/note", element("uint8", 8), &[]) };
+    writer.add(name, Form::Whole, 13);
+    writer.builder.build().unwrap()
+}
+
 /// The index of two data shards. Each has a part of one tensor.
 fn merged() -> Table {
     let mut writer = Writer { builder: TableBuilder::new(), has_hashes: false, end_bytes: 0 };

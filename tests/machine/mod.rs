@@ -8,7 +8,7 @@ use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -134,7 +134,7 @@ pub fn exit_code(child: &mut Child, limit: Duration) -> Option<i32> {
 /// A daemon and what it says.
 pub struct Daemon {
     pub child: Child,
-    lines: mpsc::Receiver<String>,
+    lines: Mutex<mpsc::Receiver<String>>,
 }
 
 impl Daemon {
@@ -162,14 +162,15 @@ impl Daemon {
                 drop(told.send(line));
             }
         });
-        Self { child, lines }
+        Self { child, lines: Mutex::new(lines) }
     }
 
     /// Waits for the line that says that it is ready.
     pub fn ready(self) -> Self {
         let mut said = Vec::new();
         loop {
-            match self.lines.recv_timeout(LIMIT) {
+            let next = self.lines.lock().unwrap().recv_timeout(LIMIT);
+            match next {
                 Ok(line) if line.starts_with("ready: ") => return self,
                 Ok(line) => said.push(line),
                 Err(error) => panic!("not ready ({error}): {said:#?}"),
@@ -180,7 +181,7 @@ impl Daemon {
     /// Waits for its end.
     pub fn ended(mut self) -> Ended {
         let code = exit_code(&mut self.child, LIMIT).expect("the daemon does not end");
-        let err = self.lines.iter().collect::<Vec<_>>().join("\n");
+        let err = self.lines.lock().unwrap().iter().collect::<Vec<_>>().join("\n");
         Ended { code, out: String::new(), err }
     }
 

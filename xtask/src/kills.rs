@@ -1,4 +1,4 @@
-//! `cargo xtask kills`: real daemons that are killed, by the tests `kills` and `sixteen`. The environment says how much of it.
+//! `cargo xtask kills`: real daemons that are killed, by the tests `kills`, `sixteen` and `staging`. The environment says how much of it.
 
 use std::process::ExitCode;
 
@@ -17,6 +17,7 @@ pub struct Kills {
 const CELLS: &str = "at_a_stage";
 const RANDOM: &str = "at_any_moment";
 const STANDSTILL: &str = "do_not_stand_still";
+const STAGING: &str = "no_whole_step_is_lost";
 
 /// What the arguments ask for; an error says what is wrong with them.
 pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
@@ -46,6 +47,17 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
                 what.push(("kills", RANDOM, &[][..]));
                 ("RAPIDRAID_KILLS_RANDOM", true)
             }
+            "--staging" => {
+                what.push(("staging", STAGING, &[][..]));
+                ("RAPIDRAID_KILLS_STAGING", true)
+            }
+            "--result" => {
+                // The test runs in a folder of its own.
+                let path = rest.next().and_then(|path| std::path::absolute(path).ok());
+                let path = path.ok_or("--result needs a file")?;
+                settings.push(("RAPIDRAID_KILLS_RESULT", path.display().to_string()));
+                continue;
+            }
             "--seed" => ("RAPIDRAID_KILLS_SEED", true),
             "--jobs" => ("RAPIDRAID_SOAK_JOBS", true),
             "--mib" => ("RAPIDRAID_KILLS_MIB", true),
@@ -57,7 +69,10 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     }
     match what[..] {
         [(test, only, skip)] => Ok(Kills { test, only, skip, settings }),
-        _ => Err("kills plays one of --cells, --cell, --random, --restores, --standstill".into()),
+        _ => {
+            Err("kills plays one of --cells, --cell, --random, --restores, --standstill, --staging"
+                .into())
+        }
     }
 }
 
@@ -83,6 +98,9 @@ mod tests {
         let restores = parse(&["--restores", "--mib", "512"]).unwrap();
         assert_eq!((restores.test, restores.skip), ("sixteen", &[STANDSTILL][..]));
         assert_eq!(parse(&["--standstill"]).unwrap().only, STANDSTILL);
+        let staging = parse(&["--staging", "1000", "--result", "/tmp/seen.json"]).unwrap();
+        assert_eq!((staging.test, staging.only), ("staging", STAGING));
+        assert_eq!(staging.settings[1], ("RAPIDRAID_KILLS_RESULT", "/tmp/seen.json".to_owned()));
         assert_eq!(parse(&["--cells"]).unwrap().only, CELLS);
         for wrong in [
             &[][..],
@@ -90,6 +108,8 @@ mod tests {
             &["--random"],
             &["--random", "many"],
             &["--cells", "--standstill"],
+            &["--staging"],
+            &["--staging", "9", "--result"],
             &["--fast"],
         ] {
             assert!(parse(wrong).is_err(), "{wrong:?}");

@@ -28,6 +28,7 @@ cargo xtask kills --cell ROLE:DEED.STAGE [--seed S] one cell of it, as head:arch
 cargo xtask kills --random N [--seed S]             N kills at any moment, two clients at work
 cargo xtask kills --restores [--mib M]              sixteen daemons: restores with nodes gone or standing still
 cargo xtask kills --standstill                      64 stripes at once over them, with the least memory
+cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers and their staging daemon, in each phase of a step
 cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels beside others; docs/benchmarks/kernels.md
 cargo xtask bench kernels --as NAME [--json]    the same on another processor: kernels-NAME beside the record; its page must exist
 cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json

@@ -186,16 +186,27 @@ impl StagingDaemon {
         self.count_fetches(&fetches);
     }
 
-    /// Gives back the files of a job that nobody reads. Returns their bytes.
-    pub(super) fn free_fetches(&self, job: &Job) -> u64 {
+    /// Gives back the files that nobody reads, of a job or of all. Returns their bytes.
+    pub(super) fn free_fetches(&self, job: Option<&Job>) -> u64 {
         let (mut fetches, mut bytes) = (self.fetches(), 0);
         fetches.retain(|(of, ..), fetch| {
-            let stays = of != job || fetch.is_used();
+            let stays = job.is_some_and(|job| of != job) || fetch.is_used();
             bytes += if stays { 0 } else { fetch.progress().1 };
             stays
         });
         self.count_fetches(&fetches);
         bytes
+    }
+
+    /// What was read is damaged: whoever asks next reads it once more.
+    pub(super) fn forget_fetched(&self, fetched: &Arc<Fetched>) {
+        let mut fetches = self.fetches();
+        let is_it = |fetch: &Fetch| match fetch.end() {
+            Some(Ok(other)) => Arc::ptr_eq(&other, fetched),
+            _ => false,
+        };
+        fetches.retain(|_, fetch| !is_it(fetch));
+        self.count_fetches(&fetches);
     }
 
     /// Under the lock of the map, so that the count is the map's.
@@ -220,7 +231,9 @@ impl StagingDaemon {
             ));
         };
         let len_bytes = shards.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
-        if !self.take_room(fetch, len_bytes) {
+        let has_room = self.take_room(fetch, len_bytes)
+            || self.free_fetches(None) > 0 && self.take_room(fetch, len_bytes);
+        if !has_room {
             return Err(self.with(|core| core.no_room(len_bytes)));
         }
         let mut fetched = Fetched { save: fetch.save, table: Table::default(), files: Vec::new() };

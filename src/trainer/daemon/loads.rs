@@ -379,7 +379,16 @@ impl StagingDaemon {
         if let Some(of) = of {
             self.verified().remove(&of);
         }
-        let Source::Memory { step, _holds } = source else { return Ok(()) };
+        let (step, _holds) = match source {
+            Source::Memory { step, _holds } => (step, _holds),
+            Source::Cluster { fetched } => {
+                tracing::error!(
+                    "{name} is damaged in memory: the step is read from the cluster once more"
+                );
+                self.forget_fetched(&fetched);
+                return Ok(());
+            }
+        };
         let changed = find_changed(&step, &self.workers).await;
         let fill = step.fill;
         drop((step, _holds));

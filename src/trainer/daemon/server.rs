@@ -240,7 +240,7 @@ impl StagingDaemon {
             Request::Free { job, with_unsaved } => {
                 let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
                 let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
-                plain(Answer::Freed { bytes: bytes + self.free_fetches(&job) })
+                plain(Answer::Freed { bytes: bytes + self.free_fetches(Some(&job)) })
             }
         }
     }
@@ -266,12 +266,16 @@ impl StagingDaemon {
             let made = self.with(|core| core.prepare(member, prepare, &is_unmapped, &mut new_id));
             match made {
                 Ok(segments) => break segments,
+                // Nothing is kept for readers that may come.
+                Err(failure) if failure.kind() == Kind::Busy && self.free_fetches(None) > 0 => {}
                 Err(failure) if failure.kind() == Kind::Busy => {
                     // A launch that was before this one may still be letting its memory go.
                     let now = self.clock.now();
-                    let is_beyond = self.with(|core| prepare.launch_bytes > core.limit_bytes());
-                    if now >= until || is_beyond {
-                        if is_beyond || !self.with(|core| core.may_get_room(&prepare.place)) {
+                    if self.with(|core| prepare.launch_bytes > core.limit_bytes()) {
+                        return Err(failure);
+                    }
+                    if now >= until {
+                        if !self.with(|core| core.may_get_room(&prepare.place)) {
                             return Err(failure);
                         }
                         return waiting(failure.message);
@@ -402,17 +406,14 @@ impl StagingDaemon {
         }
         let committed = self.committed_saves(&place.job).await?;
         let newest = committed.last().map(|(step, _)| *step);
-        // A launch that has not looked, because it loaded nothing or the cluster was away, is told by the first look.
-        let seen = resumed.newest_seen.or(newest);
-        let is_between = |step: Step| {
-            resumed.loaded.is_none_or(|loaded| step > loaded)
-                && seen.is_some_and(|seen| step <= seen)
-        };
-        let between: Vec<(Step, SaveId)> =
-            committed.iter().copied().filter(|(step, _)| is_between(*step)).collect();
+        // Also those that were committed since the launch loaded: it goes on from before them.
+        let is_later = |step: Step| resumed.loaded.is_none_or(|loaded| step > loaded);
+        let later_saves: Vec<(Step, SaveId)> =
+            committed.iter().copied().filter(|(step, _)| is_later(*step)).collect();
         let in_memory =
             self.with(|core| core.later_in_memory(&place.job, resumed.loaded, place.launch));
-        let mut later: Vec<Step> = between.iter().map(|(step, _)| *step).chain(in_memory).collect();
+        let saved = later_saves.iter().map(|(step, _)| *step);
+        let mut later: Vec<Step> = saved.chain(in_memory).collect();
         later.sort_unstable();
         later.dedup();
         if let (Some(first), Some(last)) = (later.first(), later.last()) {
@@ -428,13 +429,10 @@ impl StagingDaemon {
                     "load the newest step, or pass abandon_later=True to remove the later ones";
                 return Err(Failure::new(Kind::Exists, message, hint));
             }
-            self.abandon(&place, resumed.loaded, between).await?;
+            self.abandon(&place, resumed.loaded, later_saves).await?;
         }
-        let kept = committed
-            .into_iter()
-            .map(|(step, _)| step)
-            .filter(|step| !is_between(*step) && seen.is_some_and(|seen| *step <= seen));
-        self.with(|core| core.checked(&place, kept.collect(), seen));
+        let kept = committed.into_iter().map(|(step, _)| step).filter(|step| !is_later(*step));
+        self.with(|core| core.checked(&place, kept.collect(), newest));
         Ok(None)
     }
 
@@ -465,10 +463,14 @@ impl StagingDaemon {
         save: SaveId,
     ) -> Result<(), crate::client::ClientError> {
         let views = self.client.list(Some(job)).await?;
-        if views.iter().any(|view| view.step == step && view.saved.save == save) {
-            self.client.remove(job, step).await?;
+        if !views.iter().any(|view| view.step == step && view.saved.save == save) {
+            return Ok(());
         }
-        Ok(())
+        match self.client.remove(job, step).await {
+            // Somebody else was quicker, such as the task that goes on when a launch does not wait any more.
+            Err(error) if error.kind() == Kind::NotFound => Ok(()),
+            removed => removed.map(drop),
+        }
     }
 
     async fn wait(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {

@@ -39,8 +39,6 @@ pub fn launch_of(name: &ShardName) -> Option<LaunchId> {
 
 /// Whose save is committed as a step.
 enum Committed {
-    /// The step's own launch's.
-    Own(SaveId),
     /// An older launch's, which may be replaced.
     Replaceable,
     /// Somebody else's.
@@ -123,8 +121,6 @@ impl StagingDaemon {
                     Err(error) => self.judge(key, &error),
                     Ok(committed) => committed,
                 },
-                // The record of its commit was lost with the daemon before this one.
-                Committed::Own(save) => Attempt::Committed { save, notes: Vec::new() },
                 Committed::Other => {
                     Attempt::Failed(failure(key, &error, "save another step, or remove that one"))
                 }
@@ -168,7 +164,8 @@ impl StagingDaemon {
         }
         let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
         if launch == Some(key.launch) {
-            return Committed::Own(save);
+            // Another filling of the step: the ids of all saves of this one are known, and were settled.
+            return Committed::Other;
         }
         self.with(|core| {
             let is_later = core.launch(key).is_some_and(|launch| {

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use super::{Core, Effect, Launch, MAX_OLD_LAUNCHES, Member, SEGMENTS_A_RANK, Segment, Use, fail};
+use super::{
+    Core, Effect, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment, Use, fail,
+};
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::Kind;
 use crate::trainer::daemon::hold::Holds;
@@ -286,12 +288,26 @@ impl Core {
         own.filter(|(_, segment)| segment.state != Use::Doomed).map(|(id, _)| *id).collect()
     }
 
-    /// A launch loads a step: what it writes next is compared anew with what is committed.
+    /// A rank of a launch loads a step: what the launch writes next is compared anew with what is committed. Steps that the rank has not
+    /// staged are dropped: it goes on from the one that it loads.
     pub fn loaded(&mut self, place: &Place, resumed: Resumed) {
-        if let Some(launch) = self.launch_mut(place) {
-            launch.resumed = Resumed { abandon_later: launch.resumed.abandon_later, ..resumed };
-            launch.committed_before = None;
-            self.effects.push(Effect::KeepJob(place.job.clone()));
+        let Some(launch) = self.launch_mut(place) else { return };
+        launch.resumed = Resumed { abandon_later: launch.resumed.abandon_later, ..resumed };
+        launch.committed_before = None;
+        self.effects.push(Effect::KeepJob(place.job.clone()));
+        let Some(state) = self.jobs.get(&place.job) else { return };
+        let left = state.keys(&place.job, |_, launch, found| {
+            launch == place.launch
+                && !found.phase.is_complete()
+                && !found.parts.contains_key(&place.rank)
+        });
+        for key in left {
+            let why = Failure::new(
+                Kind::Invalid,
+                format!("rank {} loads, and had not staged step {}", place.rank, key.step),
+                "all ranks of a launch must save and load the same steps in the same order",
+            );
+            self.drop_step(&key, why);
         }
     }
 
@@ -329,8 +345,8 @@ impl Core {
         keys.unwrap_or_default().into_iter().map(|key| key.step).collect()
     }
 
-    /// Drops the steps of older launches that are later than `loaded`: the job goes on from there. `committed`: saves that are to be removed.
-    /// Nothing resumes from them from now on.
+    /// Drops the steps of older launches that are later than `loaded`, and those that the newest launch has committed before it went back: the
+    /// job goes on from there. `committed`: saves that are to be removed. Nothing resumes from them from now on.
     pub fn abandon(
         &mut self,
         job: &Job,
@@ -340,8 +356,14 @@ impl Core {
     ) {
         let Some(state) = self.jobs.get_mut(job) else { return };
         state.abandoned.extend(committed);
-        let later = state
-            .keys(job, |step, launch, _| launch != newest && loaded.is_none_or(|at| step > at));
+        let is_later = |step: Step| loaded.is_none_or(|at| step > at);
+        if let Some(launch) = state.launches.get_mut(&newest) {
+            launch.over.retain(|step, _| !is_later(*step));
+        }
+        let later = state.keys(job, |step, launch, found| {
+            let is_over = launch != newest || matches!(found.phase, Phase::Committed { .. });
+            is_over && is_later(step)
+        });
         self.effects.push(Effect::KeepJob(job.clone()));
         for key in later {
             let why = Failure::new(

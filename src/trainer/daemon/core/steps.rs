@@ -91,11 +91,16 @@ impl Core {
         own.find(|(_, segment)| is_it(segment)).map(|(id, _)| *id)
     }
 
-    /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`.
+    /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`: earlier ones, and what it was
+    /// filling. Later ones may have been begun by ranks that are ahead of it.
     fn went_on(&mut self, member: MemberId, place: &Place, step: Step) {
         let own = self.segments.iter_mut().filter(|(_, segment)| segment.owner == member);
+        let mut given_up = Vec::new();
         for (id, segment) in own {
-            if matches!(&segment.state, Use::Filling(key) if key.step != step) {
+            if let Use::Filling(key) = &segment.state
+                && key.step != step
+            {
+                given_up.push(key.step);
                 segment.state = Use::Free;
                 self.effects.push(Effect::MarkFree(*id));
             }
@@ -103,7 +108,7 @@ impl Core {
         let Some(state) = self.jobs.get(&place.job) else { return };
         let left = state.keys(&place.job, |other, launch, found| {
             launch == place.launch
-                && other != step
+                && (other < step || given_up.contains(&other))
                 && !found.phase.is_complete()
                 && !found.parts.contains_key(&place.rank)
         });
@@ -305,11 +310,13 @@ impl Core {
         Ok(())
     }
 
-    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun are abandoned.
+    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun, or are committed, are
+    /// abandoned.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
         let Some(step) = self.step(key) else { return };
         let saves = match &step.phase {
             Phase::Saving { saves } => saves.clone(),
+            Phase::Committed { save, .. } => vec![*save],
             _ => Vec::new(),
         };
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
@@ -317,7 +324,9 @@ impl Core {
         // Before anybody is told: a header that says staged later does not bring the step back.
         if let Some(job) = self.jobs.get_mut(&key.job) {
             job.drop_filling(key.fill);
-            job.abandoned.extend(saves.iter().map(|save| (key.step, *save)));
+            let new = saves.iter().map(|save| (key.step, *save));
+            let new: Vec<_> = new.filter(|save| !job.abandoned.contains(save)).collect();
+            job.abandoned.extend(new);
         }
         if !saves.is_empty() {
             self.effects.push(Effect::Settle(key.job.clone()));

@@ -271,6 +271,30 @@ fn a_slow_rank_may_lag_behind_by_one_step() {
     world.fill(17, 10).unwrap();
     world.stage(16, 20);
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("filling"), Some("filling")));
+    // Or begin a step that others have staged, when they are at the next one already.
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 10);
+    world.stage(16, 20);
+    world.stage(17, 10);
+    world.stage(17, 20);
+    assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), Some("staged")));
+}
+
+#[test]
+fn a_rank_that_goes_back_gives_up_what_it_has_not_staged() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(16, 20);
+    world.fill(17, 20).unwrap();
+    world.fill(17, 10).unwrap();
+    assert_eq!(world.phase(1, 20), None, "it was filling it");
+    world.stage(16, 30);
+    let place = Place { job: job(), launch: launch(1), world: 2, rank: 1 };
+    world.core.loaded(&place, Resumed { loaded: Some(Step(5)), ..Resumed::default() });
+    assert_eq!((world.phase(1, 10), world.phase(1, 30)), (None, None), "it loads");
 }
 
 #[test]
@@ -343,6 +367,26 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
     let kept = world.core.job_record(&job()).unwrap().abandoned;
     assert_eq!(kept, [(Step(15), save(2)), (Step(20), save(1))], "in one record");
+    // Also what was committed since the launch has looked.
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 20);
+    world.commit(1, 20);
+    world.prepare(2, 0, 1).unwrap();
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &[]);
+    assert_eq!(world.core.next_abandoned(&job()), Some((Step(20), save(20))));
+}
+
+#[test]
+fn what_is_abandoned_is_settled_the_newest_first() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 20);
+    let key = world.key(1, 20).unwrap();
+    world.core.saving(&key, vec![save(1)]);
+    world.prepare(2, 0, 1).unwrap();
+    world.effects();
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &[(Step(15), save(2))]);
     assert!(world.effects().contains(&Effect::Settle(job())));
     assert_eq!(world.core.next_abandoned(&job()), Some((Step(20), save(1))), "the newest first");
     world.core.forget_abandoned(&job(), &(Step(20), save(1)));

@@ -1,0 +1,169 @@
+//! The staging daemon with real processes: storage daemons, `rapidraid stage`, and trainers that speak its socket. Somebody is killed, does
+//! what nobody should, or disagrees; what is loaded afterwards is compared byte by byte (docs/staging.md).
+//!
+//! A cell is one question. Cells of a test share a cluster; each has a staging daemon, a folder and a job of its own.
+#![allow(clippy::disallowed_methods)] // processes of the machine, in the machine's time
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
+
+mod machine;
+
+#[path = "staging/away.rs"]
+mod away;
+#[path = "staging/content.rs"]
+mod content;
+#[path = "staging/crashes.rs"]
+mod crashes;
+#[path = "staging/hostile.rs"]
+mod hostile;
+#[path = "staging/input.rs"]
+mod input;
+#[path = "staging/launch.rs"]
+mod launch;
+#[path = "staging/launches.rs"]
+mod launches;
+#[path = "staging/ledger.rs"]
+mod ledger;
+#[path = "staging/rank.rs"]
+mod rank;
+#[path = "staging/role.rs"]
+mod role;
+#[path = "staging/stage.rs"]
+mod stage;
+#[path = "staging/storm.rs"]
+mod storm;
+#[path = "staging/survives.rs"]
+mod survives;
+#[path = "staging/watch.rs"]
+mod watch;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use machine::Cluster;
+use serde_json::{Value, json};
+
+/// A question: its name, which is its job's too, and how it is put.
+type Cell = (&'static str, fn(&Cluster, &str));
+
+/// Cells that are played at once: a cell mostly waits.
+const JOBS: u64 = 3;
+
+/// Kills of the suite's storm.
+const SUITE_KILLS: u64 = 20;
+
+/// Six nodes, and leases that are over soon.
+const CLUSTER: [&str; 3] = ["code.list=6,4", "timeouts.lease_s=3", "policy.archive_all_but=never"];
+
+/// Lists cells by the names of their functions.
+macro_rules! cells {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name)),*] };
+}
+pub(crate) use cells;
+
+fn setting(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn number(name: &str) -> Option<u64> {
+    setting(name).map(|text| text.parse().unwrap())
+}
+
+/// Plays cells on one cluster, several at once.
+fn play(cells: &[Cell]) {
+    play_at_once(cells, number("RAPIDRAID_SOAK_JOBS").unwrap_or(JOBS));
+}
+
+/// Plays cells on one cluster, so many at once; all failures are told.
+fn play_at_once(cells: &[Cell], jobs: u64) {
+    let only = setting("RAPIDRAID_STAGING_CELL");
+    let cells: Vec<&Cell> =
+        cells.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == name)).collect();
+    if cells.is_empty() {
+        return;
+    }
+    let cluster = Cluster::start(6, &CLUSTER);
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some((name, cell)) = cells.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let began = Instant::now();
+            let ended = catch_unwind(AssertUnwindSafe(|| cell(&cluster, name)));
+            let word = if ended.is_ok() { "holds" } else { "FAILED" };
+            eprintln!("{name}: {word} after {:.1} s", began.elapsed().as_secs_f64());
+            if ended.is_err() {
+                failed.lock().unwrap().push(*name);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..jobs.min(cells.len() as u64)).for_each(|_| drop(scope.spawn(work)));
+    });
+    let failed = failed.into_inner().unwrap();
+    let replay = "RAPIDRAID_STAGING_CELL=NAME cargo test --test staging plays one again";
+    assert!(failed.is_empty(), "{} of {} cells: {failed:?}; {replay}", failed.len(), cells.len());
+}
+
+/// Not a test: the trainers of the others are this binary, started once more.
+#[test]
+fn a_trainer_of_the_other_tests() {
+    role::play_if_started();
+}
+
+#[test]
+fn what_survives_a_kill_is_what_the_page_says() {
+    play(survives::CELLS);
+}
+
+#[test]
+fn a_cluster_that_stands_still_loses_nothing() {
+    // They stop the cluster that they share.
+    play_at_once(away::CELLS, 1);
+}
+
+#[test]
+fn launches_take_over_in_order() {
+    play(launches::CELLS);
+}
+
+#[test]
+fn bad_input_is_refused_with_a_hint() {
+    play(input::CELLS);
+}
+
+#[test]
+fn a_hostile_trainer_hurts_nobody_else() {
+    play(hostile::CELLS);
+}
+
+#[test]
+fn a_daemon_that_was_killed_anywhere_goes_on() {
+    play(crashes::CELLS);
+}
+
+#[test]
+fn whoever_is_killed_at_any_moment_no_whole_step_is_lost_and_no_wrong_byte_is_loaded() {
+    let kills = number("RAPIDRAID_KILLS_STAGING").unwrap_or(SUITE_KILLS);
+    let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
+    let cluster = Cluster::start(6, &CLUSTER);
+    let mut seen = storm::play(&cluster, kills, seed);
+    eprintln!("{seen:#}");
+    if let Some(path) = setting("RAPIDRAID_KILLS_RESULT") {
+        seen["command"] = format!("cargo xtask kills --staging {kills} --seed {seed}").into();
+        seen["machine"] = machine();
+        std::fs::write(path, format!("{seen:#}\n")).unwrap();
+    }
+}
+
+/// The machine that this runs on.
+fn machine() -> Value {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let cpus = read("/proc/cpuinfo");
+    let field = |name: &str| {
+        let line = cpus.lines().find(|line| line.starts_with(name));
+        line.and_then(|line| Some(line.split_once(':')?.1.trim().to_owned()))
+    };
+    let cores = cpus.lines().filter(|line| line.starts_with("processor")).count();
+    let kernel = read("/proc/sys/kernel/osrelease");
+    json!({ "processor": field("model name"), "cores": cores, "kernel": format!("Linux {}", kernel.trim()) })
+}

@@ -1,0 +1,199 @@
+//! What trainers save: every byte follows from the filling and the rank, so that whoever loads a step sees whether it is whole, and of one
+//! filling.
+
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::format::table::{
+    ElementType, Extent, ExtentCopy, Form, Key, Name, NameKind, Path, Space, Table, TableBuilder,
+};
+use rapidraid::id::{FillId, Step};
+use rapidraid::trainer::StagingError;
+use rapidraid::trainer::load::{LoadedStep, Target};
+use rapidraid::trainer::mapping::Writable;
+use rapidraid::trainer::protocol::Load;
+use rapidraid::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, Header, stage};
+use rapidraid::trainer::session::{Segment, Session, Wait};
+
+/// A row of the shared tensor in bytes: 16 elements of 4.
+const ROW_BYTES: u64 = 64;
+/// Room for the table behind the extents.
+const TABLE_ROOM_BYTES: u64 = 64 << 10;
+/// Parts of one rank; the first is its box of the shared tensor.
+const PARTS: [&str; 4] = ["weights", "rng", "fill", "nothing"];
+
+/// How much a rank saves.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    pub rank: u32,
+    pub world: u32,
+    /// Rows of the shared tensor that the rank owns.
+    pub rows: u64,
+}
+
+impl Shape {
+    fn len_bytes(&self, part: &str) -> u64 {
+        match part {
+            "weights" => self.rows * ROW_BYTES,
+            "rng" => 777 + u64::from(self.rank),
+            "fill" => 16,
+            _ => 0,
+        }
+    }
+
+    /// Length of a segment that has room for it.
+    pub fn segment_bytes(&self) -> u64 {
+        let parts = PARTS.map(|part| self.len_bytes(part).next_multiple_of(EXTENT_ALIGN_BYTES));
+        HEADER_BYTES + parts.iter().sum::<u64>() + TABLE_ROOM_BYTES
+    }
+
+    fn table(&self) -> (Table, Vec<u64>, u64) {
+        let (mut builder, mut offsets, mut end) = (TableBuilder::new(), Vec::new(), 0);
+        for part in PARTS {
+            let len_bytes = self.len_bytes(part);
+            let (source, shard, hash) = (0, 0, None);
+            let extent =
+                builder.add_extent(Extent { source, shard, offset_bytes: end, len_bytes, hash });
+            offsets.push(end);
+            end = (end + len_bytes).next_multiple_of(EXTENT_ALIGN_BYTES);
+            let is_shared = part == "weights";
+            let name = builder.add_name(Name {
+                space: if is_shared { Space::Shared } else { Space::Rank(self.rank) },
+                path: Path::new(&[Key::Text(part.into())]).unwrap(),
+                kind: if is_shared { NameKind::Tensor } else { NameKind::Bytes },
+                element: ElementType {
+                    name: if is_shared { "float32".into() } else { "uint8".into() },
+                    bits: if is_shared { 32 } else { 8 },
+                    big_endian: false,
+                },
+                shape: if is_shared { vec![self.rows * u64::from(self.world), 16] } else { vec![] },
+                flags: 0,
+            });
+            let start = vec![u64::from(self.rank) * self.rows, 0];
+            let form = match is_shared {
+                true => Form::Box { start, size: vec![self.rows, 16] },
+                false => Form::Whole,
+            };
+            builder.add_region(name, form, extent);
+        }
+        (builder.build().unwrap(), offsets, end)
+    }
+}
+
+/// The bytes of a part.
+fn bytes_of(part: &str, fill: FillId, rank: u32, len_bytes: u64) -> Vec<u8> {
+    if part == "fill" {
+        return fill.0.to_vec();
+    }
+    let hash = blake3::hash(&[&fill.0[..], &rank.to_le_bytes(), part.as_bytes()].concat());
+    let mut bytes = vec![0; len_bytes as usize];
+    SeededEntropy::new(u64::from_le_bytes(hash.as_bytes()[..8].try_into().unwrap()))
+        .fill(&mut bytes);
+    bytes
+}
+
+/// Writes a rank's extents.
+pub fn write_extents(map: &Writable, shape: &Shape, fill: FillId) {
+    let (_, offsets, _) = shape.table();
+    for (part, offset) in PARTS.iter().zip(offsets) {
+        let bytes = bytes_of(part, fill, shape.rank, shape.len_bytes(part));
+        map.write((HEADER_BYTES + offset) as usize, &bytes).unwrap();
+    }
+}
+
+/// Writes table and header: from here on the segment says that it is staged.
+pub fn write_header(
+    segment: &Segment,
+    shape: &Shape,
+    launch: rapidraid::id::LaunchId,
+    step: Step,
+    fill: FillId,
+) {
+    let (table, _, end) = shape.table();
+    let table = table.to_bytes().unwrap();
+    let header = Header {
+        segment: segment.id,
+        launch,
+        world: shape.world,
+        rank: shape.rank,
+        step,
+        fill,
+        table_offset: HEADER_BYTES + end,
+        table_bytes: table.len() as u64,
+    };
+    stage(&segment.map, header, &table).unwrap();
+}
+
+/// A step that was loaded and found right.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loaded {
+    pub step: u64,
+    pub fill: FillId,
+    pub world: u32,
+    pub is_from_memory: bool,
+    pub newest_committed: Option<u64>,
+}
+
+/// Copies every extent, verified, and compares it with what it has to be. Panics when a byte is wrong.
+pub fn check(loaded: &LoadedStep) -> Result<Loaded, StagingError> {
+    let table = &loaded.table;
+    let mut buffers: Vec<Vec<u8>> =
+        table.extents().iter().map(|extent| vec![0; extent.len_bytes as usize]).collect();
+    let targets = (0..).zip(&mut buffers).map(|(extent, bytes)| Target {
+        copies: vec![ExtentCopy {
+            extent,
+            from_bytes: 0,
+            to_bytes: 0,
+            run_bytes: bytes.len() as u64,
+            dims: Vec::new(),
+        }],
+        bytes,
+    });
+    loaded.copy(targets.collect(), 2, &|| true)?;
+    let region = |row: u32| table.regions_of(row).iter();
+    let rows = || (0u32..).zip(table.names());
+    let part = |name: &Name| name.path.to_string();
+    let fills: Vec<&[u8]> = rows()
+        .filter(|(_, name)| part(name) == "fill")
+        .flat_map(|(row, _)| region(row).map(|region| buffers[region.extent as usize].as_slice()))
+        .collect();
+    let world = fills.len() as u32;
+    assert!(world > 0 && fills.iter().all(|fill| *fill == fills[0]), "parts of several fillings");
+    let fill = FillId(fills[0].try_into().unwrap());
+    for (row, name) in rows() {
+        for region in region(row) {
+            let found = &buffers[region.extent as usize];
+            let rank = match (&name.space, &region.form) {
+                (Space::Rank(rank), _) => *rank,
+                (_, Form::Box { start, size }) => (start[0] / size[0].max(1)) as u32,
+                other => panic!("{name}: {other:?}"),
+            };
+            let expected = bytes_of(&part(name), fill, rank, found.len() as u64);
+            assert!(*found == expected, "{name} of rank {rank}: wrong bytes were loaded");
+        }
+    }
+    Ok(Loaded {
+        step: loaded.step().0,
+        fill,
+        world,
+        is_from_memory: loaded.is_from_memory(),
+        newest_committed: loaded.about.newest_committed.map(|step| step.0),
+    })
+}
+
+/// Loads a step and checks all of it; `None` when there is nothing to load.
+pub fn load(
+    session: &mut Session,
+    load: &Load,
+    wait: &mut Wait<'_>,
+) -> Result<Option<Loaded>, StagingError> {
+    let Some(step) = session.load(load, &mut |_, _| (), wait)? else { return Ok(None) };
+    match check(&step) {
+        Ok(found) => {
+            session.release(step, wait)?;
+            Ok(Some(found))
+        }
+        Err(error) => {
+            session.give_up_load(step, &error, wait)?;
+            Err(error)
+        }
+    }
+}

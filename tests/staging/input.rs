@@ -1,0 +1,285 @@
+//! What is refused, by whom, with what words; and what people ask of the daemon.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::{Duration, Instant};
+
+use rapidraid::trainer::daemon::trace::TracePoint;
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::launch::{Launch, Plan, Trainer};
+use crate::machine::Cluster;
+use crate::stage::Stage;
+use crate::{Cell, cells};
+
+pub const CELLS: &[Cell] = cells![
+    no_daemon_is_an_error_at_once,
+    a_daemon_that_stands_still_is_one_in_time,
+    a_token_is_asked_for,
+    a_folder_that_others_enter_is_refused,
+    one_daemon_for_a_folder,
+    full_memory_is_told_and_keeps_the_resume_point,
+    a_rank_whose_prepare_failed_is_seen_to_end,
+    status_and_free_are_told_as_json,
+    unsaved_steps_are_freed_by_force_alone,
+    what_was_read_from_the_cluster_is_freed,
+    it_ends_when_what_is_staged_is_saved,
+    a_folder_that_is_taken_away_ends_it,
+    a_step_that_was_not_saved_by_a_trainer_is_told,
+];
+
+fn no_daemon_is_an_error_at_once(cluster: &Cluster, _: &str) {
+    let mut stage = Stage::folder(cluster, "64MiB", &[]);
+    let mut trainer = Trainer::start(&stage.dir(), None);
+    let began = Instant::now();
+    let hint = ["no such folder", "rapidraid stage"];
+    trainer.tell("connect").unwrap_err().says("Unavailable", &hint);
+    stage.restart();
+    stage.kill();
+    let refused = trainer.tell("connect").unwrap_err();
+    refused.says("Unavailable", &["nobody listens", "rapidraid stage"]);
+    assert!(began.elapsed() < Duration::from_secs(10));
+    stage.run(&["--status"]).fails(1, &["nobody listens"]);
+}
+
+fn a_daemon_that_stands_still_is_one_in_time(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
+    stage.signal(Signal::STOP);
+    let began = Instant::now();
+    let order = json!({ "do": "fill", "step": 10, "limit_ms": 500 });
+    launch.ranks[0].ask(&order).unwrap_err().says("Timeout", &["a segment to fill", "0.5 s"]);
+    let mut late = Trainer::start(&stage.dir(), None);
+    let order = json!({ "do": "connect", "limit_ms": 500 });
+    late.ask(&order).unwrap_err().says("Timeout", &["the staging daemon", "--status"]);
+    assert!(began.elapsed() < Duration::from_secs(10));
+    stage.signal(Signal::CONT);
+    launch.save(10);
+    launch.wait(10);
+    // The answer that nobody waited for belongs to the old connection, and its filling to the step.
+    assert_eq!(stage.committed(job), [10]);
+}
+
+fn a_token_is_asked_for(cluster: &Cluster, job: &str) {
+    let mut stage = Stage::folder(cluster, "64MiB", &[]);
+    let (right, wrong) = (stage.beside("token"), stage.beside("wrong"));
+    std::fs::write(&right, "a secret").unwrap();
+    std::fs::write(&wrong, "another").unwrap();
+    stage.set(&format!("staging.token={}", right.display()));
+    stage.restart();
+    for token in [None, Some(wrong.as_path())] {
+        let mut trainer = Trainer::start(&stage.dir(), token);
+        trainer.tell("connect").unwrap_err().says("Denied", &["token", "staging.token"]);
+    }
+    let mut launch = Launch::with_token(&stage, &Plan::new(job, 1), Some(&right));
+    launch.prepare();
+    launch.save(10);
+    launch.wait(10);
+    stage.run(&["--status"]).ok();
+}
+
+fn a_folder_that_others_enter_is_refused(cluster: &Cluster, _: &str) {
+    let mut stage = Stage::start(cluster, "64MiB", &[]);
+    let mode = |mode| {
+        let permissions = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(stage.dir(), permissions).unwrap();
+    };
+    let mut trainer = Trainer::start(&stage.dir(), None);
+    mode(0o755);
+    let hint = ["can be entered by others", "0755", "0700"];
+    trainer.tell("connect").unwrap_err().says("Denied", &hint);
+    mode(0o700);
+    trainer.tell("connect").unwrap();
+    if rustix::process::geteuid().is_root() {
+        let other = Some(rustix::process::Uid::from_raw(12_345));
+        rustix::fs::chown(stage.dir(), other, None).unwrap();
+        let mut trainer = Trainer::start(&stage.dir(), None);
+        let hint = ["belongs to user 12345", "staging.dir"];
+        trainer.tell("connect").unwrap_err().says("Denied", &hint);
+        stage.kill();
+        stage.run(&[]).fails(1, &["belongs to user 12345", "0700"]);
+        rustix::fs::chown(stage.dir(), Some(rustix::process::geteuid()), None).unwrap();
+    } else {
+        eprintln!("skipped: another user's folder can be made by root alone");
+        stage.kill();
+    }
+    let permissions = std::fs::Permissions::from_mode(0o750);
+    std::fs::set_permissions(stage.dir(), permissions).unwrap();
+    stage.run(&[]).fails(1, &["mode 0750", "0700"]);
+}
+
+fn one_daemon_for_a_folder(cluster: &Cluster, _: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    stage.run(&[]).fails(1, &["another staging daemon runs", "--status"]);
+    stage.run(&["--detach"]).ok();
+    assert_eq!(stage.run(&["--status", "--json"]).ok().json()["jobs"], json!([]));
+}
+
+fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) {
+    // Room for three segments of one rank.
+    let segment = crate::content::Shape { rank: 0, world: 1, rows: 20_000 }.segment_bytes();
+    let memory = format!("{}", 3 * segment + segment / 2);
+    let stage = Stage::start(cluster, &memory, &[]);
+    let plan = Plan { rows: 20_000, ..Plan::new(job, 1) };
+    let mut launch = Launch::ready(&stage, &plan);
+    let fill = launch.save(10);
+    launch.wait(10);
+    launch.kill();
+    let wide = Plan { rows: 20_000, ..Plan::new(&format!("{job}-2"), 4) };
+    let mut other = Launch::start(&stage, &wide);
+    let order = other.prepare_order(0);
+    let refused = other.ranks[0].ask(&order).unwrap_err();
+    refused.says("Busy", &["the staging memory is full", job, "staging.memory", "--free JOB"]);
+    let mut next = Launch::start(&stage, &plan.clone().after(10));
+    assert_eq!(next.load(None)[0]["fill"], fill);
+    next.prepare();
+    next.save(20);
+    let found = stage.load(job, Some(10)).unwrap().unwrap();
+    assert!(found.is_from_memory || stage.committed(job) == [10, 20], "{found:?}");
+    next.wait(20);
+    // A third launch has room again: nobody resumes from step 10 any more.
+    next.kill();
+    let mut last = Launch::ready(&stage, &plan.after(20));
+    last.save(30);
+    last.wait(30);
+    stage.assert_sound();
+}
+
+fn a_rank_whose_prepare_failed_is_seen_to_end(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "4MiB", &[]);
+    let plan = Plan { rows: 200_000, ..Plan::new(job, 1) };
+    let mut launch = Launch::start(&stage, &plan);
+    let order = launch.prepare_order(0);
+    launch.ranks[0].ask(&order).unwrap_err().says("Busy", &["memory is full"]);
+    let members = || stage.status().jobs.first().map(|job| job.members);
+    assert_eq!(members(), Some(1));
+    launch.kill();
+    stage.until("nobody is connected", || members() == Some(0));
+}
+
+fn status_and_free_are_told_as_json(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    let status = stage.run(&["--status", "--json"]).ok().json();
+    assert_eq!((&status["used_bytes"], &status["jobs"]), (&json!(0), &json!([])), "{status}");
+    assert_eq!(status["memory_bytes"], 64 << 20, "{status}");
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
+    launch.save(10);
+    launch.wait(10);
+    launch.fill(0, 20);
+    let status = stage.run(&["--status", "--json"]).ok().json();
+    let told = &status["jobs"][0];
+    assert_eq!((&told["job"], &told["members"]), (&json!(job), &json!(2)), "{status}");
+    assert_eq!(told["segment_bytes"], status["used_bytes"], "{status}");
+    let states: Vec<(u64, &str)> = told["steps"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|step| (step["step"].as_u64().unwrap(), step["state"].as_str().unwrap()))
+        .collect();
+    assert_eq!(states, [(10, "committed"), (20, "filling")], "{status}");
+    let text = stage.run(&["--status"]).ok().out;
+    assert!(text.contains(job) && text.contains("filling") && text.contains("0 of 2"), "{text}");
+    // Nothing is given back that a process has.
+    assert_eq!(stage.free(job)["freed_bytes"], 0);
+    launch.kill();
+    stage.until("step 20 is dropped", || stage.state(job, 20).is_none());
+    let freed = stage.free(job)["freed_bytes"].as_u64().unwrap();
+    assert!(freed > 0);
+    stage.until("all is given back", || stage.status().used_bytes == 0);
+    assert_eq!(stage.files("segments"), Vec::<String>::new());
+    assert_eq!(stage.free("nobody")["freed_bytes"], 0);
+}
+
+fn unsaved_steps_are_freed_by_force_alone(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
+    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::STOP);
+    launch.save(10);
+    stage.until("the daemon is at the save", || stage.watch.has_sprung());
+    launch.kill();
+    // The requests are in the queue when the daemon goes on.
+    std::thread::scope(|scope| {
+        let free = scope.spawn(|| stage.free(job));
+        std::thread::sleep(Duration::from_millis(300));
+        stage.signal(Signal::CONT);
+        free.join().unwrap();
+    });
+    let forced = stage.run(&["--free", job, "--force"]).ok();
+    assert!(forced.out.contains("given back"), "{forced:?}");
+    stage.until("all is given back", || stage.status().used_bytes == 0);
+    // Either the save was quicker, or the step is gone for good.
+    stage.until("its save is settled", || {
+        let kept = stage.committed(job);
+        kept == [10] || kept.is_empty() && stage.load(job, None).unwrap().is_none()
+    });
+    stage.assert_sound();
+}
+
+fn what_was_read_from_the_cluster_is_freed(cluster: &Cluster, job: &str) {
+    let mut stage = Stage::start(cluster, "64MiB", &[]);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
+    launch.save(10);
+    launch.wait(10);
+    launch.kill();
+    stage.free(job);
+    stage.until("all is given back", || stage.status().used_bytes == 0);
+    let mut reader = Trainer::start(&stage.dir(), None);
+    let open = json!({ "do": "open", "job": job });
+    assert_eq!(reader.ask(&open).unwrap(), 10);
+    let used = stage.status().used_bytes;
+    assert!(used > 0 && stage.files("fetched").len() == 1, "{:?}", stage.files("fetched"));
+    // Nothing that somebody reads.
+    assert_eq!(stage.free(job)["freed_bytes"], 0);
+    assert_eq!(reader.tell("check").unwrap()["memory"], false);
+    reader.tell("release").unwrap();
+    assert_eq!(stage.status().used_bytes, used, "for ranks that begin later");
+    assert_eq!(stage.free(job)["freed_bytes"], used);
+    assert_eq!((stage.status().used_bytes, stage.files("fetched").len()), (0, 0));
+    // A reader that dies holds nothing either.
+    assert_eq!(reader.ask(&open).unwrap(), 10);
+    reader.kill();
+    stage.until("the reader is gone", || {
+        stage.free(job);
+        stage.status().used_bytes == 0
+    });
+    stage.kill();
+}
+
+fn it_ends_when_what_is_staged_is_saved(cluster: &Cluster, job: &str) {
+    let mut stage = Stage::start(cluster, "64MiB", &[]);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
+    launch.save(10);
+    stage.signal(Signal::TERM);
+    // Trainers that are told to end at the same time save once more.
+    launch.save(20);
+    stage.signal(Signal::TERM);
+    assert_eq!(stage.ended(), 0);
+    assert_eq!(stage.committed(job), [10, 20]);
+}
+
+fn a_folder_that_is_taken_away_ends_it(cluster: &Cluster, job: &str) {
+    let mut stage = Stage::start(cluster, "64MiB", &[]);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
+    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::STOP);
+    launch.save(10);
+    stage.until("the daemon is at the save", || stage.watch.has_sprung());
+    std::fs::remove_dir_all(stage.dir()).unwrap();
+    stage.signal(Signal::CONT);
+    assert_eq!(stage.ended(), 1, "{}", stage.watch.tail());
+    assert!(stage.watch.tail().contains("taken away"), "{}", stage.watch.tail());
+    assert_eq!(stage.committed(job), [10], "what it still had was saved");
+}
+
+fn a_step_that_was_not_saved_by_a_trainer_is_told(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    cluster.write(&format!("{job}/a.bin"), b"no checkpoint of a trainer");
+    cluster.run(&format!("save {job}/7 {job}")).ok();
+    let mut reader = Trainer::start(&stage.dir(), None);
+    let refused = reader.ask(&json!({ "do": "load", "job": job })).unwrap_err();
+    refused.says("Invalid", &["was not saved by a trainer", "rapidraid restore"]);
+    reader
+        .ask(&json!({ "do": "load", "job": job, "step": 8 }))
+        .unwrap_err()
+        .says("NotFound", &["8"]);
+    assert_eq!(stage.status().used_bytes, 0);
+}

@@ -1,0 +1,251 @@
+//! A staging daemon as a process, with a staging folder of its own in shared memory.
+
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rapidraid::trainer::StagingError;
+use rapidraid::trainer::protocol::{Answer, Request};
+use rapidraid::trainer::protocol::{Load, Status};
+use rapidraid::trainer::session::{Session, Wait};
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::content::{self, Loaded};
+use crate::machine::{Cluster, Daemon, Ended, exit_code, program, run};
+use crate::watch::Watch;
+
+/// What comes in the end comes within this, on a busy machine too.
+pub const LIMIT: Duration = Duration::from_secs(60);
+/// Between two looks.
+pub const LOOK: Duration = Duration::from_millis(10);
+/// What the daemon logs.
+const LOG: &str = "warn,rapidraid=info,rapidraid::staging=debug";
+
+/// Waits until something holds. `tail` says more when it never does.
+pub fn until(what: &str, tail: impl Fn() -> String, mut holds: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !holds() {
+        assert!(started.elapsed() < LIMIT, "not yet: {what}\n{}", tail());
+        sleep(LOOK);
+    }
+}
+
+/// A staging daemon, or its folder while none runs.
+pub struct Stage<'a> {
+    pub cluster: &'a Cluster,
+    home: TempDir,
+    settings: Vec<String>,
+    daemon: Option<Daemon>,
+    pub watch: Watch,
+}
+
+impl<'a> Stage<'a> {
+    /// Starts a daemon with `memory` for segments and further settings.
+    pub fn start(cluster: &'a Cluster, memory: &str, settings: &[&str]) -> Self {
+        let mut stage = Self::folder(cluster, memory, settings);
+        stage.restart();
+        stage
+    }
+
+    /// A folder without a daemon.
+    pub fn folder(cluster: &'a Cluster, memory: &str, settings: &[&str]) -> Self {
+        let home = tempfile::tempdir_in("/dev/shm").unwrap();
+        let mut all = vec![
+            format!("staging.dir={}", home.path().join("staging").display()),
+            format!("staging.memory={memory}"),
+        ];
+        all.extend(settings.iter().map(|setting| (*setting).to_owned()));
+        Self { cluster, home, settings: all, daemon: None, watch: Watch::default() }
+    }
+
+    /// Adds a setting for the next start.
+    pub fn set(&mut self, setting: &str) {
+        self.settings.push(setting.to_owned());
+    }
+
+    /// The staging folder.
+    pub fn dir(&self) -> PathBuf {
+        self.home.path().join("staging")
+    }
+
+    /// A place beside the staging folder.
+    pub fn beside(&self, name: &str) -> PathBuf {
+        self.home.path().join(name)
+    }
+
+    /// The command with these arguments.
+    pub fn command(&self, arguments: &[&str]) -> std::process::Command {
+        let mut command = program(self.cluster.folder.path());
+        command.arg("stage").args(arguments);
+        self.settings.iter().for_each(|setting| drop(command.arg("--set").arg(setting).get_args()));
+        command.env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml").env("RUST_LOG", LOG);
+        command
+    }
+
+    /// Starts the daemon that does not run.
+    pub fn restart(&mut self) {
+        self.launch();
+        let daemon = self.daemon.take().unwrap();
+        self.daemon = Some(daemon.ready());
+    }
+
+    /// Starts the daemon and does not wait until it is ready.
+    pub fn launch(&mut self) {
+        self.bury();
+        self.daemon = Some(Daemon::told(self.command(&[]), self.watch.listener()));
+    }
+
+    fn daemon(&self) -> &Daemon {
+        self.daemon.as_ref().expect("the daemon does not run")
+    }
+
+    /// The daemon's process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.daemon().child)
+    }
+
+    /// Sends the daemon a signal.
+    pub fn signal(&self, signal: Signal) {
+        self.daemon().signal(signal);
+    }
+
+    /// Kills the daemon and waits for its end.
+    pub fn kill(&mut self) {
+        self.signal(Signal::KILL);
+        self.bury();
+    }
+
+    /// Waits for a daemon that was killed.
+    pub fn bury(&mut self) {
+        self.daemon = None;
+    }
+
+    /// Waits until the daemon has ended by itself. Returns its exit code, -1 for a signal.
+    pub fn ended(&mut self) -> i32 {
+        let mut daemon = self.daemon.take().unwrap();
+        exit_code(&mut daemon.child, LIMIT).expect("the daemon does not end")
+    }
+
+    /// Returns whether the daemon runs.
+    pub fn is_alive(&mut self) -> bool {
+        let daemon = self.daemon.as_mut();
+        daemon.is_some_and(|daemon| daemon.child.try_wait().unwrap().is_none())
+    }
+
+    /// Runs `rapidraid stage` with these arguments.
+    pub fn run(&self, arguments: &[&str]) -> Ended {
+        run(self.command(arguments))
+    }
+
+    /// A process that reads, in this one.
+    pub fn session(&self) -> Result<Session, StagingError> {
+        with_wait(|wait| Session::connect(&self.dir(), None, wait))
+    }
+
+    /// What the daemon holds.
+    pub fn status(&self) -> Status {
+        let mut session = self.session().unwrap();
+        let asked = with_wait(|wait| session.ask("status", &Request::Status, wait));
+        let (Answer::Status(status), _) = asked.unwrap() else { panic!() };
+        status
+    }
+
+    /// The state of a job's step in one word.
+    pub fn state(&self, job: &str, step: u64) -> Option<String> {
+        let status = self.status();
+        let job = status.jobs.into_iter().find(|found| found.job.as_str() == job)?;
+        let found = job.steps.into_iter().find(|found| found.step.0 == step)?;
+        Some(found.state)
+    }
+
+    /// Waits until a step is in a state.
+    pub fn until_state(&self, job: &str, step: u64, state: &str) {
+        self.until(&format!("{job}/{step} is {state}"), || {
+            self.state(job, step).as_deref() == Some(state)
+        });
+    }
+
+    /// Waits until something holds.
+    pub fn until(&self, what: &str, holds: impl FnMut() -> bool) {
+        until(what, || self.watch.tail(), holds);
+    }
+
+    /// Loads a step, or the resume point, without a launch, and checks every byte.
+    pub fn load(&self, job: &str, step: Option<u64>) -> Result<Option<Loaded>, StagingError> {
+        self.load_with(job, step, false)
+    }
+
+    /// The same; `offline`: also when the cluster does not say what is committed.
+    pub fn load_with(
+        &self,
+        job: &str,
+        step: Option<u64>,
+        offline: bool,
+    ) -> Result<Option<Loaded>, StagingError> {
+        let (job, step) = (job.parse().unwrap(), step.map(rapidraid::id::Step));
+        let load = Load { job, launch: None, step, offline, limit_ms: 0 };
+        let mut session = self.session()?;
+        with_wait(|wait| content::load(&mut session, &load, wait))
+    }
+
+    /// The committed steps of a job, as the cluster says.
+    pub fn committed(&self, job: &str) -> Vec<u64> {
+        let listed = self.cluster.run(&format!("ls {job} --json")).ok().json();
+        let steps = listed["steps"].as_array().unwrap();
+        steps.iter().map(|step| step["step"].as_u64().unwrap()).collect()
+    }
+
+    /// Gives back a job's memory.
+    pub fn free(&self, job: &str) -> Value {
+        self.run(&["--free", job, "--json"]).ok().json()
+    }
+
+    /// The file of a segment.
+    pub fn segment(&self, id: &str) -> PathBuf {
+        self.dir().join("segments").join(format!("{id}.seg"))
+    }
+
+    /// Turns a bit of a file.
+    pub fn flip(&self, path: &Path, at: u64) {
+        use std::os::unix::fs::FileExt;
+        let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+    }
+
+    /// Nothing in the daemon has panicked.
+    pub fn assert_sound(&self) {
+        assert_eq!(self.watch.panics(), Vec::<String>::new());
+    }
+
+    /// Files of the staging folder below `folder`, by name.
+    pub fn files(&self, folder: &str) -> Vec<String> {
+        files_below(&self.dir().join(folder))
+    }
+}
+
+fn files_below(folder: &Path) -> Vec<String> {
+    let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
+    while let Some(next) = folders.pop() {
+        // What vanishes meanwhile is none.
+        let Ok(entries) = std::fs::read_dir(&next) else { continue };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                found.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned());
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Calls with the usual deadline.
+pub fn with_wait<T>(call: impl FnOnce(&mut Wait<'_>) -> T) -> T {
+    let mut proceed = || true;
+    call(&mut Wait::new(crate::role::CALL_LIMIT, &mut proceed))
+}

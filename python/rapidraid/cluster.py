@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from ._program import program
 from .errors import DeadlineError, UnavailableError
@@ -25,21 +27,35 @@ class LocalCluster:
     """Storage nodes and a staging daemon as children of this process.
 
     They end with the process, also when it is killed: each watches a pipe that ends with it. ``config`` is the client's configuration.
+
+    Args:
+        nodes: How many storage nodes.
+        block: The size of a block.
+        folder: Where everything is kept, and found again by the next run. Default: a temporary one, removed at the end.
+        settings: More settings of the cluster and its nodes, such as ``{"memory": "256MiB"}`` (docs/configuration.md).
+        staging: More settings of the staging daemon, such as ``{"memory": "16GiB"}``.
+
     """
 
     def __init__(
-        self, nodes: int = 6, *, block: str = "1MiB", folder: str | os.PathLike[str] | None = None, settings: dict[str, str] | None = None
+        self,
+        nodes: int = 6,
+        *,
+        block: str = "1MiB",
+        folder: str | os.PathLike[str] | None = None,
+        settings: dict[str, str] | None = None,
+        staging: dict[str, str | int] | None = None,
     ) -> None:
         self._own = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="rapidraid-")) if folder is None else Path(folder)
         self.config = self.folder / "cluster" / "client" / "rapidraid.toml"
-        staging = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
+        memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
         # Named after the folder as a whole, so that it is found again and no other cluster's.
-        self._staging = staging / f"rapidraid-{hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:12]}"
+        self._staging = memory / f"rapidraid-{hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:12]}"
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
             if not self.config.is_file():
-                self._make(nodes, block, settings or {})
+                self._make(nodes, {"code.block": block, "memory": "64MiB", **(settings or {})}, staging or {})
             for node in sorted((self.folder / "cluster" / "nodes").iterdir()):
                 self.start(node.name)
             self.start_staging()
@@ -48,16 +64,24 @@ class LocalCluster:
             self.stop()
             raise
 
-    def _make(self, nodes: int, block: str, settings: dict[str, str]) -> None:
-        ports = _free_ports(nodes)
-        command = [program(), "cluster", "init", str(self.folder / "cluster"), "--set", f"code.block={block}", "--set", "memory=64MiB"]
+    def _make(self, nodes: int, settings: dict[str, str], staging: dict[str, str | int]) -> None:
+        command = [program(), "cluster", "init", str(self.folder / "cluster")]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
-        for at, port in enumerate(ports, 1):
-            command += ["--node", f"node-{at:02}=127.0.0.1:{port}"]
+        for at, address in enumerate(self._addresses(nodes), 1):
+            command += ["--node", f"node-{at:02}={address}"]
         _run(command)
         with self.config.open("a") as file:
-            file.write(f'\n[staging]\ndir = "{self._staging}"\nmemory = "4GiB"\n')
+            file.write("\n[staging]\n")
+            for name, setting in {"dir": str(self._staging), "memory": "4GiB", **staging}.items():
+                file.write(f"{name} = {json.dumps(setting)}\n")
+
+    def _addresses(self, nodes: int) -> list[str]:
+        return [f"127.0.0.1:{port}" for port in _free_ports(nodes)]
+
+    def _within(self, name: str) -> list[str]:
+        """Returns the command that runs the program of a node, or of the client's host, where it belongs."""
+        return []
 
     def start(self, node: str) -> None:
         """Starts the daemon of a node, which may have been killed before."""
@@ -71,7 +95,7 @@ class LocalCluster:
     def _spawn(self, name: str, arguments: list[str]) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAPIDRAID_")}
         child = subprocess.Popen(
-            [program(), *arguments],
+            [*self._within(name), program(), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -92,7 +116,7 @@ class LocalCluster:
         until = time.monotonic() + READY_S
         wanted = len([name for name in self._children if name != "staging"])
         while True:
-            text = _run([program(), "status", "--json", "--config", str(self.config)])
+            text = _run([*self._within("staging"), program(), "status", "--json", "--config", str(self.config)])
             if text.count('"live":true') >= wanted:
                 return
             if time.monotonic() > until:
@@ -114,7 +138,7 @@ class LocalCluster:
 
     def command(self, *arguments: str) -> str:
         """Runs a command of the program, such as ``archive job/7``, and returns what it prints."""
-        return _run([program(), *arguments, "--config", str(self.config)])
+        return _run([*self._within("staging"), program(), *arguments, "--config", str(self.config)])
 
     def pause(self, name: str) -> None:
         """Stops a node where it stands, as a machine that hangs."""
@@ -145,7 +169,7 @@ class LocalCluster:
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

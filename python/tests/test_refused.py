@@ -138,7 +138,7 @@ def test_a_state_that_has_changed_says_so(cluster: rapidraid.LocalCluster, job: 
 def test_no_daemon(tmp_path: Path, cluster: rapidraid.LocalCluster) -> None:
     """The call ends, with what to do."""
     config = cluster.config.with_name("nobody.toml")
-    config.write_text(cluster.config.read_text().replace("-staging", "-nobody"))
+    config.write_text(cluster.config.read_text().replace(str(cluster.staging), f"{cluster.staging}-nobody"))
     with pytest.raises(errors.NoDaemonError) as raised:
         rapidraid.Checkpointer("job", config=config, start=False, timeout=2)
     assert "rapidraid stage" in raised.value.hint
@@ -224,6 +224,8 @@ def test_interrupts_end_a_wait(cluster: rapidraid.LocalCluster, job: str) -> Non
     checkpointer = saved(cluster, job, {"a": torch.ones(4)})
     for node in cluster.nodes[3:]:
         cluster.pause(node)
+    # A shell that starts the tests in the background has interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         checkpointer.save(2, {"a": torch.ones(4)})
         timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -50,7 +50,10 @@ pub fn parse(arguments: &[&str]) -> Result<Vec<String>, String> {
             }
             Ok(asked)
         }
-        other => Err(format!("cargo xtask bench knows no {:?}: kernels or plot", other.join(" "))),
+        other => Err(format!(
+            "cargo xtask bench knows no {:?}: kernels, trainers or plot",
+            other.join(" ")
+        )),
     }
 }
 

@@ -5,6 +5,7 @@
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
 mod bench;
+mod bench_trainers;
 mod cargo;
 mod fuzz;
 mod kills;
@@ -32,6 +33,7 @@ cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers 
 cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels beside others; docs/benchmarks/kernels.md
 cargo xtask bench kernels --as NAME [--json]    the same on another processor: kernels-NAME beside the record; its page must exist
 cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json
+cargo xtask bench trainers [--short] [--only NAME]...    stalls, uploads, loads and resumes of PyTorch jobs; needs torch, and root for links
 cargo xtask help    this text
 
 The last line of `test` is `N passed, N failed`; the exit code is 0 only when nothing failed.";
@@ -46,6 +48,7 @@ fn main() -> ExitCode {
         ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),
         ["fuzz", rest @ ..] => fuzz::parse(rest).map_or_else(misused, |what| fuzz::fuzz(&what)),
         ["kills", rest @ ..] => kills::parse(rest).map_or_else(misused, |what| kills::kills(&what)),
+        ["bench", "trainers", rest @ ..] => bench_trainers::bench(rest),
         ["bench", rest @ ..] => bench::parse(rest).map_or_else(misused, |what| bench::bench(&what)),
         ["help" | "--help" | "-h"] => {
             println!("{HELP}");

@@ -176,6 +176,8 @@ impl Run {
             self.skip("the Python tests: torch cannot be installed here");
             return Ok(());
         }
+        println!("\n== mypy of the benchmarks");
+        python::run(environment.command("mypy").args(["benchmarks/trainers"]))?;
         let mut tests = environment.command("python");
         // The package that is tested is the installed one, not the folder beside the tests.
         tests.args(["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]);

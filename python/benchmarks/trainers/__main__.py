@@ -1,0 +1,51 @@
+"""Runs measures and writes what they gave."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import host, links, state
+from .record import keep, say
+from .report import report
+
+MEASURES = {
+    "stall": host.stall,
+    "upload": host.upload,
+    "memory": host.memory,
+    "resume": host.resume,
+    "commit": links.commit,
+    "load": links.load,
+    "preempt": links.preempt,
+    "share": links.share,
+}
+
+
+def main() -> None:
+    """Parses the arguments, measures, and writes the record after each measure."""
+    parser = argparse.ArgumentParser(prog="cargo xtask bench trainers", description="Measures what a trainer sees.")
+    parser.add_argument("--only", action="append", choices=MEASURES, help="measure only these")
+    parser.add_argument("--short", action="store_true", help="a small state, twice: whether it works, not how fast")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True, help="the folder of trainers.json and the pictures")
+    parser.add_argument("--plot", action="store_true", help="only draw the pictures again")
+    options = parser.parse_args()
+    file = options.out / "trainers.json"
+    if not options.plot:
+        repeats, large_bytes = (2, 256 << 10) if options.short else (options.repeats, state.LARGE_BYTES)
+        settings = {
+            "state": {"large": state.LARGE, "large_bytes": large_bytes, "small": state.SMALL, "small_bytes": state.SMALL_BYTES},
+            "links": "six nodes at 200 Mbit/s, the training host at 1 Gbit/s, MTU 9000, (6,4), blocks of 16 MiB",
+        }
+        for name in options.only or MEASURES:
+            say(f"{name}: {MEASURES[name].__doc__}")
+            for measure in MEASURES[name](repeats, large_bytes):
+                command = f"cargo xtask bench trainers --only {name}" + " --short" * options.short
+                keep([measure], file, command, settings)
+                say(f"{measure.name}: ratio {measure.ratio} spread {measure.spread} met {measure.is_met} {measure.facts}")
+    report(file, options.out)
+    print(file)
+
+
+if __name__ == "__main__":
+    main()

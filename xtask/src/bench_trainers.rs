@@ -1,0 +1,46 @@
+//! `cargo xtask bench trainers`: what a trainer sees, measured by `python/benchmarks/trainers` with the wheel that users install.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, anyhow};
+
+use crate::python::{Environment, Unable, run};
+
+/// The record and its pictures.
+const OUT: &str = "docs/benchmarks";
+/// A short run is no record.
+const SHORT_OUT: &str = "target/bench";
+/// What the tests do not need: the reference of a hash, and a library for pictures.
+const PACKAGES: [&str; 2] = ["blake3", "matplotlib"];
+
+/// Builds the wheel for release, installs it, and measures; the arguments are those of the program that measures.
+pub fn bench(arguments: &[&str]) -> ExitCode {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
+    match measure(root, arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cargo xtask bench trainers: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(root: &Path, arguments: &[&str]) -> Result<()> {
+    let environment = match Environment::make(root) {
+        Ok(environment) if environment.has_torch => environment,
+        Ok(_) => return Err(anyhow!("torch cannot be installed here")),
+        Err(Unable::Missing(what)) => return Err(anyhow!("{what}")),
+        Err(Unable::Failed(error)) => return Err(error),
+    };
+    let mut packages = environment.command("python");
+    packages.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    run(packages.args(PACKAGES))?;
+    environment.install(&environment.wheel("release")?)?;
+    let out = if arguments.contains(&"--short") { SHORT_OUT } else { OUT };
+    let mut program = environment.command("python");
+    program.args(["-P", "-m", "trainers", "--out"]).arg(root.join(out)).args(arguments);
+    // Beside the measures stands no folder of the package: what is measured is the installed one.
+    program.env("PYTHONPATH", root.join("python/benchmarks"));
+    run(&mut program).context("the measures")
+}

@@ -407,6 +407,24 @@ fn a_committed_step_that_somebody_replaced_is_no_resume_point() {
 }
 
 #[test]
+fn a_rank_that_dies_after_it_has_staged_leaves_the_step_to_those_that_come_later() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.stage(16, 10);
+    world.core.gone(member(16));
+    assert_eq!(world.phase(1, 10), Some("filling"));
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(17, 10);
+    assert_eq!(world.phase(1, 10), Some("staged"));
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.stage(16, 10);
+    world.core.gone(member(16));
+    world.prepare(2, 0, 2).unwrap();
+    assert_eq!(world.phase(1, 10), None, "a newer launch ends it");
+}
+
+#[test]
 fn a_list_from_before_a_commit_or_a_removal_does_not_count() {
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();

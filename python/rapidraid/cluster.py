@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -32,6 +33,9 @@ class LocalCluster:
         self._own = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="rapidraid-")) if folder is None else Path(folder)
         self.config = self.folder / "cluster" / "client" / "rapidraid.toml"
+        staging = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
+        # Named after the folder as a whole, so that it is found again and no other cluster's.
+        self._staging = staging / f"rapidraid-{hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:12]}"
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
             if not self.config.is_file():
@@ -52,8 +56,6 @@ class LocalCluster:
         for at, port in enumerate(ports, 1):
             command += ["--node", f"node-{at:02}=127.0.0.1:{port}"]
         _run(command)
-        staging = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
-        self._staging = staging / f"{self.folder.name}-staging"
         with self.config.open("a") as file:
             file.write(f'\n[staging]\ndir = "{self._staging}"\nmemory = "4GiB"\n')
 
@@ -139,9 +141,7 @@ class LocalCluster:
         for child in self._children.values():
             child.wait()
         self._children.clear()
-        staging = getattr(self, "_staging", None)
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(self._staging, ignore_errors=True)
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import rapidraid
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "resume.py"
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "python" / "examples" / "resume.py"
 LIMIT_S = 120
 
 
@@ -30,19 +32,40 @@ def run(config: Path, *, kill_after: int | None = None) -> dict[int, str]:
     return losses
 
 
-def test_a_job_that_is_killed_goes_on_where_it_saved(cluster: rapidraid.LocalCluster, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_goes_on_where_it_saved(cluster: rapidraid.LocalCluster) -> None:
     """Every loss after the resume is what it was without the kill, from memory and from the cluster."""
     before = run(cluster.config, kill_after=37)
     after = run(cluster.config)
     assert min(after) == 31, "it went on from the newest step that was staged"
     assert all(after[step] == before[step] for step in range(31, 38))
-    # A host that lost its memory reads the step from the cluster.
-    other = cluster.config.with_name("other.toml")
-    other.write_text(cluster.config.read_text().replace("-staging", f"-{tmp_path.name}"))
-    checkpointer = rapidraid.Checkpointer("example", config=other)
+    cluster.forget_memory()
+    checkpointer = rapidraid.Checkpointer("example", config=cluster.config)
     assert [info.step for info in checkpointer.steps()] == [10, 20, 30, 40, 50, 60]
     import torch
 
     weight = torch.zeros(1, 256)
     assert checkpointer.load({"model": {"2.weight": weight}}, strict=False) == 60
     assert weight.abs().sum() > 0
+
+
+def test_the_lines_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
+    """The README's script prints what stands below it. Killed with its whole cluster, it goes on after the last step that was saved."""
+    found = re.search(r"```python\n(import torch, rapidraid\n.*?)```\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    script, printed = found[1], found[2]
+    command = [sys.executable, "-u", "-c", script]
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    with subprocess.Popen(command, cwd=killed, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line == "saved step 100\n":
+                child.send_signal(signal.SIGKILL)
+        assert child.wait(LIMIT_S) == -signal.SIGKILL
+    again = subprocess.run(command, cwd=killed, capture_output=True, text=True, timeout=LIMIT_S)
+    assert again.returncode == 0, again.stderr
+    lines = again.stdout.splitlines()
+    assert lines[0] in ("start after step 100", "start after step 150") and lines[-1] == "saved step 200"
+    undisturbed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert undisturbed.stdout == printed

@@ -1,12 +1,14 @@
 //! `stage`: the staging daemon of a training host as a process, and questions to the one that runs.
 
 mod detach;
+mod priority;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Map, Value, json};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use super::args::Stage;
@@ -20,6 +22,7 @@ use crate::config::ClientConfig;
 use crate::entropy::SystemEntropy;
 use crate::id::Job;
 use crate::kind::Kind;
+use crate::net::identity::Identity;
 use crate::trainer::StagingError;
 use crate::trainer::daemon::{Running, Settings, StagingDaemon};
 use crate::trainer::protocol::{Answer as Told, Request, Status};
@@ -88,9 +91,12 @@ async fn serve(
 ) -> Outcome {
     let identity = connect::identity(&config.membership)?;
     let mut signals = Signals::new()?;
-    let seeds = config.membership.seeds.iter().map(ToString::to_string).collect();
-    let client = Client::unconnected(&identity, seeds, config.congestion).await;
-    let client = client.map_err(|error| connect::failure(&error))?;
+    priority::lower_session(config.staging.nice);
+    let failed = |error| Failure::new(Kind::Io, format!("the threads for heavy work: {error}"));
+    let background = priority::Background::start(config.staging.nice).map_err(failed)?;
+    let keeper = client_on(Handle::current(), &identity, config).await?;
+    let client = client_on(background.handle(), &identity, config).await?;
+    client.keep_leases_by(keeper.clone(), Handle::current());
     let parent = dir.parent().map(PathBuf::from).unwrap_or_default();
     let memory_bytes = match config.staging.memory_bytes {
         Some(bytes) => bytes,
@@ -102,6 +108,7 @@ async fn serve(
         fill: config.staging.fill,
         token: token(config)?,
         cluster: config.membership.cluster,
+        background: background.handle(),
     };
     let entropy = std::sync::Arc::new(SystemEntropy);
     let clock = SystemClock::new();
@@ -113,7 +120,23 @@ async fn serve(
     let outcome = until_end(front, &running, &mut signals, config.staging.stop, idle, gone).await;
     drop(running);
     connect::close(&client).await;
+    connect::close(&keeper).await;
     outcome
+}
+
+/// A client whose packets are carried by the threads of `runtime`.
+async fn client_on(
+    runtime: Handle,
+    identity: &Identity,
+    config: &ClientConfig,
+) -> Result<Client, Failure> {
+    let seeds = config.membership.seeds.iter().map(ToString::to_string).collect();
+    let (identity, congestion) = (identity.clone(), config.congestion);
+    let made = runtime
+        .spawn(async move { Client::unconnected(&identity, seeds, congestion).await })
+        .await
+        .map_err(|error| Failure::new(Kind::Internal, format!("a task died: {error}")))?;
+    made.map_err(|error| connect::failure(&error))
 }
 
 async fn until_end(

@@ -27,7 +27,10 @@ mod save;
 mod save_driver;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
 use std::time::Duration;
+
+use tokio::runtime::Handle;
 
 pub use error::ClientError;
 pub use index::Index;
@@ -140,6 +143,13 @@ struct Inner {
     cluster: OnceLock<ClusterId>,
     entropy: Arc<dyn Entropy>,
     workers: Workers,
+    lease_keeper: OnceLock<LeaseKeeper>,
+}
+
+/// Keeps leases for another client.
+struct LeaseKeeper {
+    client: Client,
+    runtime: Handle,
 }
 
 /// A restore reads up to four files from one node at once, a window each: all of them fit into the connection's.
@@ -196,8 +206,16 @@ impl Client {
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock, CALL_LIMIT);
         let (gateway, cluster) = (Mutex::default(), OnceLock::new());
-        let inner = Inner { transport, caller, seeds, gateway, cluster, entropy, workers };
+        let lease_keeper = OnceLock::new();
+        let inner =
+            Inner { transport, caller, seeds, gateway, cluster, entropy, workers, lease_keeper };
         Self { inner: Arc::new(inner) }
+    }
+
+    /// Lets `keeper` keep the leases of this client's saves, by tasks on `runtime`. The threads of this client may then be slow without a lease
+    /// that ends: the other client has connections of its own. The first call decides.
+    pub fn keep_leases_by(&self, keeper: Client, runtime: Handle) {
+        let _ = self.inner.lease_keeper.set(LeaseKeeper { client: keeper, runtime });
     }
 
     fn caller(&self) -> &Arc<Caller> {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
+use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use super::save_driver::PlainSave;
@@ -246,9 +247,13 @@ impl Client {
     }
 
     fn keep_lease(&self, begun: &BeginAnswer) -> KeptLease {
-        let (client, lease) = (self.clone(), begun.lease);
+        let lease = begun.lease;
         let period = Duration::from_millis(begun.lease_ms / 3);
-        KeptLease(tokio::spawn(async move {
+        let (client, runtime) = match self.inner.lease_keeper.get() {
+            Some(keeper) => (keeper.client.clone(), keeper.runtime.clone()),
+            None => (self.clone(), Handle::current()),
+        };
+        KeptLease(runtime.spawn(async move {
             loop {
                 client.caller().clock().sleep(period).await;
                 // A gateway that does not answer must leave time to ask another one.

@@ -74,6 +74,7 @@ pub const CLIENT_SETTINGS: &[&str] = &[
     "staging.token",
     "staging.fill_s",
     "staging.stop_s",
+    "staging.nice",
 ];
 
 /// Who this process is, how it proves it, and whom it asks first.
@@ -163,10 +164,14 @@ pub struct StagingConfig {
     pub fill: Duration,
     /// How long a daemon that is to end goes on saving what is staged.
     pub stop: Duration,
+    /// The nice value of its heavy work.
+    pub nice: i32,
 }
 
 /// How long ranks may take to stage a step where nothing else is configured.
 const DEFAULT_FILL: Duration = Duration::from_secs(120);
+/// How much a staging daemon's heavy work yields where nothing else is configured: a tenth of the weight of training.
+const DEFAULT_NICE: i32 = 10;
 /// How long a staging daemon goes on saving after SIGTERM where nothing else is configured.
 const DEFAULT_STOP: Duration = Duration::from_secs(300);
 
@@ -281,6 +286,9 @@ impl StagingConfig {
             let found = layers.get(key, "a path, relative to this file's folder", read)?;
             Ok(found.map(|path| layers.folder().join(path)))
         };
+        let nice = |v: &layers::Value| {
+            i32::try_from(v.integer()?).ok().filter(|nice| (0..=19).contains(nice))
+        };
         let memory = "a size of at least 1MiB, such as \"64GiB\"";
         Ok(Self {
             dir: path("staging.dir")?,
@@ -289,6 +297,9 @@ impl StagingConfig {
             token: path("staging.token")?,
             fill: seconds(layers, "staging.fill_s", DEFAULT_FILL)?,
             stop: seconds(layers, "staging.stop_s", DEFAULT_STOP)?,
+            nice: layers
+                .get("staging.nice", "a nice value, 0 to 19", nice)?
+                .unwrap_or(DEFAULT_NICE),
         })
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CpuSet;
 
 use super::Ended;
@@ -108,8 +108,10 @@ pub fn leave_the_starter() -> Result<(), Failure> {
     let mut all = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
     // The kernel takes those that there are; in a container, those that it may have.
-    if let Err(error) = rustix::thread::sched_setaffinity(None, &all) {
-        tracing::warn!(%error, "the daemon stays on the processors of the trainer that started it");
+    for thread in threads() {
+        if let Err(error) = rustix::thread::sched_setaffinity(thread, &all) {
+            tracing::warn!(%error, "the daemon stays on the processors of the trainer that started it");
+        }
     }
     for resource in [Resource::Nofile, Resource::As, Resource::Memlock, Resource::Core] {
         let limit = rustix::process::getrlimit(resource);
@@ -119,4 +121,13 @@ pub fn leave_the_starter() -> Result<(), Failure> {
         );
     }
     Ok(())
+}
+
+/// The threads of this process: those of its runtime exist already.
+fn threads() -> Vec<Option<Pid>> {
+    let id = |entry: std::io::Result<std::fs::DirEntry>| {
+        Pid::from_raw(entry.ok()?.file_name().to_str()?.parse().ok()?)
+    };
+    let Ok(folder) = std::fs::read_dir("/proc/self/task") else { return vec![None] };
+    folder.filter_map(id).map(Some).collect()
 }

@@ -157,7 +157,7 @@ impl StagingDaemon {
         drop(fetches);
         trace_point(TracePoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
-        tokio::spawn(async move {
+        self.settings.background.spawn(async move {
             let end = daemon.read_step(&job, &shown, &running).await;
             *running.state.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.map(Arc::new));
             daemon.account_fetches();

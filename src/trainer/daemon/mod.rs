@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -59,6 +60,8 @@ pub struct Settings {
     pub token: Vec<u8>,
     /// The cluster.
     pub cluster: ClusterId,
+    /// Where steps are hashed and sent, and read from the cluster: threads that yield to training.
+    pub background: Handle,
 }
 
 /// Why a daemon does not start.
@@ -219,7 +222,9 @@ impl StagingDaemon {
                 }
                 trace_point(TracePoint::Staged, &key.job, key.step);
             }
-            Effect::Save(key) => drop(tokio::spawn(self.clone().save_step(key))),
+            Effect::Save(key) => {
+                drop(self.settings.background.spawn(self.clone().save_step(key)));
+            }
             Effect::Settle(job) => drop(tokio::spawn(self.clone().remove_abandoned(job))),
         }
     }

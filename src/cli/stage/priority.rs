@@ -1,0 +1,106 @@
+//! The daemon yields to training. Its heavy work has threads of low priority, and its session has little weight where the kernel shares
+//! processors between sessions (sched(7), "The autogroup feature": there a thread's nice value only counts within its session).
+#![allow(clippy::disallowed_methods)] // a setting of the kernel, not a file
+
+use std::io;
+use std::num::NonZero;
+
+use rustix::process::{getpid, getpriority_process, getsid, setpriority_process};
+use tokio::runtime::{Builder, Handle, Runtime};
+
+const AUTOGROUP: &str = "/proc/self/autogroup";
+/// Threads that carry packets of saves, at most.
+const MAX_THREADS: usize = 8;
+
+/// A runtime whose threads have a low priority. It ends in the background when it is dropped, so that this is allowed anywhere.
+pub struct Background {
+    handle: Handle,
+    runtime: Option<Runtime>,
+}
+
+impl Background {
+    /// Starts it with threads of at least the nice value `nice`.
+    pub fn start(nice: i32) -> io::Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(2, NonZero::get);
+        let threads = (cores / 2).clamp(1, MAX_THREADS);
+        let yielding = move || {
+            if let Err(error) = lower_thread(nice) {
+                tracing::warn!(%error, "a thread of the staging daemon does not yield to training");
+            }
+        };
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(threads)
+            .thread_name("background")
+            .on_thread_start(yielding)
+            .enable_all()
+            .build()?;
+        Ok(Self { handle: runtime.handle().clone(), runtime: Some(runtime) })
+    }
+
+    /// Spawns tasks on it.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Gives the calling thread at least this nice value. On Linux the value belongs to the thread, not to the process.
+fn lower_thread(nice: i32) -> io::Result<()> {
+    if getpriority_process(None)? < nice {
+        setpriority_process(None, nice)?;
+    }
+    Ok(())
+}
+
+/// Gives the daemon's session at least this nice value, where there are autogroups and the session is the daemon's own.
+pub fn lower_session(nice: i32) {
+    if getsid(None) != Ok(getpid()) {
+        return;
+    }
+    let Ok(text) = std::fs::read_to_string(AUTOGROUP) else { return };
+    let now = nice_of_autogroup(&text);
+    if now.is_some_and(|now| now < nice)
+        && let Err(error) = std::fs::write(AUTOGROUP, nice.to_string())
+    {
+        tracing::warn!(%error, "the daemon's session has the weight of any other: {AUTOGROUP}");
+    }
+}
+
+/// Reads `/autogroup-501 nice 0`.
+fn nice_of_autogroup(text: &str) -> Option<i32> {
+    text.split_whitespace().skip_while(|word| *word != "nice").nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_of_the_background_are_nice_and_others_are_not() {
+        let before = getpriority_process(None).unwrap();
+        let background = Background::start(before + 3).unwrap();
+        let handle = background.handle();
+        let (nice, blocking) = handle.block_on(async {
+            let task = handle.spawn(async { getpriority_process(None).unwrap() });
+            let job = handle.spawn_blocking(|| getpriority_process(None).unwrap());
+            (task.await.unwrap(), job.await.unwrap())
+        });
+        assert_eq!((nice, blocking), (before + 3, before + 3));
+        assert_eq!(getpriority_process(None).unwrap(), before);
+    }
+
+    #[test]
+    fn autogroups_are_read() {
+        assert_eq!(nice_of_autogroup("/autogroup-501 nice 0\n"), Some(0));
+        assert_eq!(nice_of_autogroup("/autogroup-7 nice -5\n"), Some(-5));
+        assert_eq!(nice_of_autogroup("/autogroup-7\n"), None);
+        assert_eq!(nice_of_autogroup(""), None);
+    }
+}

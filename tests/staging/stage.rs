@@ -169,7 +169,7 @@ impl<'a> Stage<'a> {
 
     /// Waits until something holds.
     pub fn until(&self, what: &str, holds: impl FnMut() -> bool) {
-        until(what, || self.watch.tail(), holds);
+        until(what, || format!("{}{:#?}", self.watch.tail(), self.status()), holds);
     }
 
     /// Loads a step, or the resume point, without a launch, and checks every byte.

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::machine::Listener;
 
 /// Lines that are kept for a failure.
-const KEPT: usize = 200;
+const KEPT: usize = 1000;
 
 /// A point that was said, and of what step.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,11 +48,16 @@ impl Watch {
         if line.contains("panicked at") {
             state.panics.push(line.to_owned());
         }
-        state.lines.push_back(line.to_owned());
+        let said = said(line);
+        // Readers load again and again.
+        let is_load = said.as_ref().is_some_and(|said| said.point == TracePoint::Loading.name());
+        if !(is_load && state.said.last() == said.as_ref()) {
+            state.lines.push_back(line.to_owned());
+        }
         if state.lines.len() > KEPT {
             state.lines.pop_front();
         }
-        let Some(said) = said(line) else { return };
+        let Some(said) = said else { return };
         if let Some((point, victims, signal)) = &state.trap
             && point.name() == said.point
         {

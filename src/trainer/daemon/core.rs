@@ -179,6 +179,8 @@ pub struct JobState {
     /// What was answered to the loads of a launch.
     pub loads: VecDeque<LoadAnswer>,
     launches: BTreeMap<LaunchId, Launch>,
+    /// Number of commits and removals by this daemon. A list of committed steps that was asked for before the last one may be too old.
+    changes: u64,
     /// Steps in memory.
     pub steps: BTreeMap<(Step, LaunchId), StagedStep>,
 }

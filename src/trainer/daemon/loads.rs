@@ -122,17 +122,27 @@ impl StagingDaemon {
         let until = self.clock.now() + limit;
         // What ranks that are gone have written counts before it is said what there is to load.
         self.accept_headers(None);
-        let committed = match self.committed_saves(&load.job).await {
-            Ok(committed) => Some(committed),
-            Err(_) if load.offline => None,
-            Err(failure) if failure.kind().is_transient() => {
-                self.clock.sleep(ASK_AGAIN.min(until.saturating_sub(self.clock.now()))).await;
-                return pending(failure.message, (0, 0));
+        let (newest, found) = loop {
+            let changes = self.with(|core| core.changes(&load.job));
+            let committed = match self.committed_saves(&load.job).await {
+                Ok(committed) => Some(committed),
+                Err(_) if load.offline => None,
+                Err(failure) if failure.kind().is_transient() => {
+                    self.clock.sleep(ASK_AGAIN.min(until.saturating_sub(self.clock.now()))).await;
+                    return pending(failure.message, (0, 0));
+                }
+                Err(failure) => return Err(failure),
+            };
+            let newest = committed.as_ref().and_then(|saves| saves.last()).map(|(step, _)| *step);
+            match self.find(load, committed.as_deref(), changes)? {
+                Some(found) => break (newest, found),
+                None if self.clock.now() >= until => {
+                    return pending(format!("a step of {} was just committed", load.job), (0, 0));
+                }
+                None => {}
             }
-            Err(failure) => return Err(failure),
         };
-        let newest = committed.as_ref().and_then(|saves| saves.last()).map(|(step, _)| *step);
-        let (step, source) = match self.find(load, committed.as_deref())? {
+        let (step, source) = match found {
             Found::Nothing => match self.remember(member, load, None, newest) {
                 true => return Ok((Answer::Nothing, Vec::new())),
                 false => return other_answer(),
@@ -229,12 +239,14 @@ impl StagingDaemon {
     }
 
     /// The step of a load. All ranks of a launch get one answer to their n-th load. What is in memory counts as committed only when the
-    /// cluster has that very save; otherwise somebody has removed or replaced it.
+    /// cluster has that very save; otherwise somebody has removed or replaced it. `changes`: see `Core::drop_replaced`. Returns `None` when the
+    /// cluster has to be asked again.
     fn find(
         self: &Arc<Self>,
         load: &Load,
         committed: Option<&[(Step, SaveId)]>,
-    ) -> Result<Found, Failure> {
+        changes: u64,
+    ) -> Result<Option<Found>, Failure> {
         let of = |step: Step| {
             committed.and_then(|saves| {
                 saves.binary_search_by_key(&step, |save| save.0).ok().and_then(|at| saves.get(at))
@@ -255,18 +267,20 @@ impl StagingDaemon {
             return Err(Failure::new(Kind::Invalid, message, "all ranks must load the same step"));
         }
         if answered == Some(None) {
-            return Ok(Found::Nothing);
+            return Ok(Some(Found::Nothing));
         }
         let wanted = load.step.or(answered.flatten());
-        if committed.is_some() {
-            self.with(|core| core.drop_replaced(&load.job, &|step| of(step).map(|save| save.1)));
-        }
-        let in_memory = self.with(|core| match wanted {
-            Some(step) => core.complete_step(&load.job, step),
-            None => core.resume_point(&load.job),
+        let save_of = |step: Step| of(step).map(|save| save.1);
+        let in_memory = self.with(|core| {
+            let counts = committed.is_none() || core.drop_replaced(&load.job, changes, &save_of);
+            counts.then(|| match wanted {
+                Some(step) => core.complete_step(&load.job, step),
+                None => core.resume_point(&load.job),
+            })
         });
+        let Some(in_memory) = in_memory else { return Ok(None) };
         let newest = committed.and_then(|saves| saves.last().copied());
-        Ok(match (wanted, in_memory, newest) {
+        Ok(Some(match (wanted, in_memory, newest) {
             (None, Some(key), Some((step, save))) if step > key.step => {
                 let newer = self.with(|core| core.complete_step(&load.job, step));
                 newer.map_or(Found::InCluster(step, save), Found::InMemory)
@@ -285,7 +299,7 @@ impl StagingDaemon {
                     return Err(Failure::new(Kind::NotFound, message, hint));
                 }
             },
-        })
+        }))
     }
 
     /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there. Returns whether it counts:

@@ -331,6 +331,7 @@ impl Core {
     pub fn forget_abandoned(&mut self, job: &Job, save: &(Step, SaveId)) {
         if let Some(state) = self.jobs.get_mut(job) {
             state.abandoned.retain(|other| other != save);
+            state.changes += 1;
             self.effects.push(Effect::KeepJob(job.clone()));
         }
     }

@@ -26,9 +26,23 @@ impl Core {
         answer.step
     }
 
-    /// Gives up committed steps in memory whose saves are not what is committed now: they were removed or replaced.
-    pub fn drop_replaced(&mut self, job: &Job, committed: &dyn Fn(Step) -> Option<SaveId>) {
-        let Some(state) = self.jobs.get(job) else { return };
+    /// Returns how often this daemon has changed what is committed of a job, by a commit or a removal.
+    pub fn changes(&self, job: &Job) -> u64 {
+        self.jobs.get(job).map_or(0, |state| state.changes)
+    }
+
+    /// Gives up committed steps in memory whose saves are not what is committed: they were removed or replaced. `changes`: the number of
+    /// changes when the list of committed steps was asked for. Returns whether the list counts: one from before a change does not know it.
+    pub fn drop_replaced(
+        &mut self,
+        job: &Job,
+        changes: u64,
+        committed: &dyn Fn(Step) -> Option<SaveId>,
+    ) -> bool {
+        if self.changes(job) != changes {
+            return false;
+        }
+        let Some(state) = self.jobs.get(job) else { return true };
         let replaced = state.keys(job, |step, _, found| match &found.phase {
             Phase::Committed { save, .. } => committed(step) != Some(*save),
             _ => false,
@@ -38,6 +52,7 @@ impl Core {
                 self.release_step(&key);
             }
         }
+        true
     }
 
     /// Jobs that have abandoned saves.

@@ -422,6 +422,9 @@ impl Core {
         step.phase = Phase::Committed { save, notes: notes.clone() };
         step.committed_at = now;
         step.trouble = None;
+        if let Some(job) = self.jobs.get_mut(&key.job) {
+            job.changes += 1;
+        }
         self.end(key, Ok((save, notes)));
         self.tidy(&key.job);
         self.bell.ring();

@@ -399,10 +399,43 @@ fn a_committed_step_that_somebody_replaced_is_no_resume_point() {
     world.prepare(1, 0, 1).unwrap();
     world.stage(16, 10);
     world.commit(1, 10);
-    world.core.drop_replaced(&job(), &|_| Some(save(10)));
+    let changes = world.core.changes(&job());
+    assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(10))));
     assert_eq!(world.phase(1, 10), Some("committed"));
-    world.core.drop_replaced(&job(), &|_| Some(save(99)));
+    assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(99))));
     assert_eq!(world.phase(1, 10), None);
+}
+
+#[test]
+fn a_rank_that_dies_after_it_has_staged_leaves_the_step_to_those_that_come_later() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.stage(16, 10);
+    world.core.gone(member(16));
+    assert_eq!(world.phase(1, 10), Some("filling"));
+    world.prepare(1, 1, 2).unwrap();
+    world.stage(17, 10);
+    assert_eq!(world.phase(1, 10), Some("staged"));
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    world.stage(16, 10);
+    world.core.gone(member(16));
+    world.prepare(2, 0, 2).unwrap();
+    assert_eq!(world.phase(1, 10), None, "a newer launch ends it");
+}
+
+#[test]
+fn a_list_from_before_a_commit_or_a_removal_does_not_count() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 10);
+    let before = world.core.changes(&job());
+    world.commit(1, 10);
+    assert!(!world.core.drop_replaced(&job(), before, &|_| None), "asked before the commit");
+    assert_eq!(world.phase(1, 10), Some("committed"));
+    let before = world.core.changes(&job());
+    world.core.forget_abandoned(&job(), &(Step(5), save(5)));
+    assert!(!world.core.drop_replaced(&job(), before, &|_| None), "step 5 may be on it");
 }
 
 #[test]

@@ -168,7 +168,8 @@ fn headers_of_a_step_that_is_over_are_marked_before_its_record_goes() {
     world.commit(1, 10);
     world.effects();
     // Somebody removed the step: nothing brings it back after a crash.
-    world.core.drop_replaced(&job(), &|_| None);
+    let changes = world.core.changes(&job());
+    world.core.drop_replaced(&job(), changes, &|_| None);
     let effects = world.effects();
     let marks =
         places(&effects, |effect| matches!(effect, Effect::MarkFree(id) if parts.contains(id)));

@@ -170,8 +170,8 @@ class Session:
     def remove(self, job: str, step: int, timeout: float) -> None:
         """Removes a committed step."""
 
-    def forget(self) -> None:
-        """Ends the session without a word to the daemon."""
+    def leave(self, timeout: float) -> None:
+        """Ends the session: the memory that this process had is free for others."""
 
     def leave_to_parent(self) -> None:
         """Ends the session in a forked child, and lets go of all that belongs to the parent."""

@@ -24,6 +24,9 @@ from .state import flatten
 
 log = logging.getLogger("rapidraid")
 
+#: How long the end of a session may take: the daemon sees the end of the process anyway.
+LEAVE_S = 5.0
+
 
 @dataclass(frozen=True)
 class Info:
@@ -397,7 +400,10 @@ class Checkpointer:
     def _end(self) -> None:
         self._is_closed = True
         self._drop_plan()
-        self._session.forget()
+        try:
+            self._session.leave(LEAVE_S)
+        except RapidraidError as error:
+            log.debug("the daemon is not told of the end: %s", error)
 
     def __enter__(self) -> Checkpointer:
         return self

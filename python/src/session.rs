@@ -341,10 +341,11 @@ impl Session {
         waiting(py, timeout, |wait| session.tell("the removal", &request, wait))
     }
 
-    /// Ends the session without a word to the daemon.
-    fn forget(&mut self) {
-        self.session.forget();
+    /// Ends the session: the memory that this process had is free for others.
+    fn leave(&mut self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         self.segments.clear();
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| session.leave(wait))
     }
 
     /// Ends the session in a forked child, and lets go of all that belongs to the parent.

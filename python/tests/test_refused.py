@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -235,6 +236,7 @@ def test_interrupts_end_a_wait(cluster: rapidraid.LocalCluster, job: str) -> Non
             checkpointer.wait(timeout=60)
         assert time.monotonic() - begun < 20
     finally:
+        signal.signal(signal.SIGINT, before)
         for node in cluster.nodes[3:]:
             cluster.resume(node)
     checkpointer.wait(2)
@@ -298,3 +300,17 @@ def test_a_closed_checkpointer_says_so(cluster: rapidraid.LocalCluster, job: str
     for call in (lambda: checkpointer.save(2, {"a": 1}), lambda: checkpointer.load({"a": 1}), checkpointer.steps, checkpointer.latest):
         with pytest.raises(errors.InvalidError, match="is closed"):
             call()
+
+
+def test_a_closed_checkpointer_gives_its_memory_back(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Its process may go on: a script that saves under one name after the other does not fill the memory."""
+    state = {"a": torch.ones(1 << 20)}
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, state)
+    held = json.loads(cluster.command("stage", "--status", "--json"))
+    mine = next(found for found in held["jobs"] if found["job"] == job)
+    assert mine["members"] == 0
+    assert [step["step"] for step in mine["steps"]] == [1], "the resume point stays"
+    cluster.command("stage", "--free", job)
+    held = json.loads(cluster.command("stage", "--status", "--json"))
+    assert not [found for found in held["jobs"] if found["job"] == job and found["segment_bytes"]]

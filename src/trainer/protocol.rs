@@ -147,6 +147,8 @@ pub enum Request {
         /// Also of steps that are not committed; they are lost.
         with_unsaved: bool,
     },
+    /// Ends the member: it fills and maps nothing any more, though its process goes on. The answer is [`Answer::Done`].
+    Leave,
 }
 
 /// A rank of a launch.

@@ -143,6 +143,16 @@ impl Session {
         self.hello.pid
     }
 
+    /// Ends the session, and tells the daemon that this process fills and maps nothing any more: its memory is free for others while the
+    /// process goes on. The session is over also when the daemon does not answer; the daemon then waits for the end of the process.
+    pub fn leave(&mut self, wait: &mut Wait<'_>) -> Result<(), StagingError> {
+        let is_member = self.place.is_some() && !self.is_forgotten;
+        let told =
+            if is_member { self.ask("the end", &Request::Leave, wait).map(drop) } else { Ok(()) };
+        self.forget();
+        told
+    }
+
     /// Ends the session without a word to the daemon: for a forked child, whose parent goes on with it.
     pub fn forget(&mut self) {
         self.connection = None;

@@ -80,6 +80,7 @@ fn requests() -> Vec<(&'static str, Request)> {
         ("Remove", Request::Remove { job: job(), step: STEP }),
         ("Status", Request::Status),
         ("Free", Request::Free { job: job(), with_unsaved: true }),
+        ("Leave", Request::Leave),
     ]
 }
 

@@ -105,8 +105,8 @@ def share(repeats: int, large_bytes: int) -> Iterator[Measure]:
 
 
 def _is_committed(bed: Links, job: str, step: int) -> bool:
-    steps = json.loads(bed.command("list", job, "--json"))["steps"]
-    return any(view["step"] == step for view in steps)
+    found = json.loads(bed.command("ls", job, "--json"))["checkpoints"]
+    return any(checkpoint["step"] == step for checkpoint in found)
 
 
 def preempt(repeats: int, large_bytes: int) -> Iterator[Measure]:

@@ -4,6 +4,7 @@
 //! [`Core::effects`] what the daemon then has to do. So the rules can be tested alone, and a test can see every state between two steps.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -67,6 +68,24 @@ pub enum Effect {
 struct Member {
     place: Place,
     notices: VecDeque<Notice>,
+}
+
+/// How a member ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// Its process did.
+    Died,
+    /// It said so.
+    Left,
+}
+
+impl fmt::Display for Ending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Ending::Died => "died",
+            Ending::Left => "left",
+        })
+    }
 }
 
 /// What a segment is used for.

@@ -10,7 +10,7 @@ use tokio::io::Interest;
 use tokio::net::unix::pipe;
 use tokio::net::{UnixListener, UnixStream};
 
-use super::core::FillOutcome;
+use super::core::{Ending, FillOutcome};
 use super::loads::Tickets;
 use super::records::OwnerRecord;
 use super::trace::{TracePoint, trace_point};
@@ -242,6 +242,10 @@ impl StagingDaemon {
                 let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
                 plain(Answer::Freed { bytes: bytes + self.free_fetches(Some(&job)) })
             }
+            Request::Leave => {
+                self.member_ended(peer.member, Ending::Left);
+                plain(Answer::Done)
+            }
         }
     }
 
@@ -329,11 +333,15 @@ impl StagingDaemon {
                 return tracing::error!(%error, "the end of a trainer will not be seen");
             }
             tracing::debug!(%member, "a trainer is gone");
-            // Its last word may be in a header, and not yet read from its connection.
-            daemon.accept_headers(Some(member));
-            daemon.with(|core| core.gone(member));
-            daemon.bell.ring();
+            daemon.member_ended(member, Ending::Died);
         });
+    }
+
+    fn member_ended(self: &Arc<Self>, member: MemberId, how: Ending) {
+        // Its last word may be in a header, and not yet read from its connection.
+        self.accept_headers(Some(member));
+        self.with(|core| core.gone(member, how));
+        self.bell.ring();
     }
 
     async fn fill(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {

@@ -3,7 +3,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use super::{
-    Core, Effect, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment, Use, fail,
+    Core, Effect, Ending, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment, Use,
+    fail,
 };
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::Kind;
@@ -236,8 +237,8 @@ impl Core {
         free.into_iter().for_each(|segment| self.unlink(segment));
     }
 
-    /// A process is gone: what it was filling is dropped, and so is every step that needs a part of it that is not staged.
-    pub fn gone(&mut self, member: MemberId) {
+    /// A member is gone: what it was filling is dropped, and so is every step that needs a part of it that is not staged.
+    pub fn gone(&mut self, member: MemberId, how: Ending) {
         let Some(Member { place, .. }) = self.members.remove(&member) else { return };
         let Some(job) = self.jobs.get_mut(&place.job) else { return };
         if let Some(launch) = job.launches.get_mut(&place.launch)
@@ -253,7 +254,7 @@ impl Core {
         for key in cut {
             let why = Failure::new(
                 Kind::Unavailable,
-                format!("rank {} died before it had staged step {}", place.rank, key.step),
+                format!("rank {} {how} before it had staged step {}", place.rank, key.step),
                 "start the job again: it resumes from the newest step that all ranks had staged",
             );
             self.drop_step(&key, why);

@@ -149,7 +149,7 @@ fn a_step_that_a_dead_rank_cannot_complete_is_dropped_and_the_others_are_told() 
     world.prepare(1, 1, 2).unwrap();
     let (segment, fill) = world.stage(16, 10);
     world.effects();
-    world.core.gone(member(17));
+    world.core.gone(member(17), Ending::Died);
     assert_eq!(world.phase(1, 10), None);
     assert!(world.effects().contains(&Effect::MarkFree(segment)));
     let notices = world.core.take_notices(member(16));
@@ -159,14 +159,28 @@ fn a_step_that_a_dead_rank_cannot_complete_is_dropped_and_the_others_are_told() 
 }
 
 #[test]
+fn memory_of_a_member_that_left_is_free_but_for_the_resume_point() {
+    let mut world = World::new(4 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 10);
+    world.commit(1, 10);
+    world.effects();
+    world.core.gone(member(16), Ending::Left);
+    let unlinked = world.effects().into_iter().filter(|e| matches!(e, Effect::Unlink(_))).count();
+    assert_eq!(unlinked, 1, "the segment without a step");
+    assert_eq!(world.phase(1, 10), Some("committed"));
+    assert!(world.fill(16, 11).is_err(), "it is no member any more");
+}
+
+#[test]
 fn a_step_that_was_staged_by_all_needs_no_trainer() {
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 2).unwrap();
     world.prepare(1, 1, 2).unwrap();
     world.stage(16, 10);
     world.stage(17, 10);
-    world.core.gone(member(16));
-    world.core.gone(member(17));
+    world.core.gone(member(16), Ending::Died);
+    world.core.gone(member(17), Ending::Died);
     assert_eq!(world.phase(1, 10), Some("staged"));
     world.prepare(2, 0, 1).unwrap();
     assert_eq!(world.phase(1, 10), Some("staged"), "a newer launch leaves it alone");
@@ -331,7 +345,7 @@ fn the_resume_point_stays_until_the_next_launch_has_committed() {
     let old = world.prepare(1, 0, 1).unwrap();
     world.stage(16, 10);
     world.commit(1, 10);
-    world.core.gone(member(16));
+    world.core.gone(member(16), Ending::Died);
     world.mapped.clear();
     for segment in world.core.doomed() {
         world.core.freed(segment);
@@ -411,7 +425,7 @@ fn a_rank_that_dies_after_it_has_staged_leaves_the_step_to_those_that_come_later
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 2).unwrap();
     world.stage(16, 10);
-    world.core.gone(member(16));
+    world.core.gone(member(16), Ending::Died);
     assert_eq!(world.phase(1, 10), Some("filling"));
     world.prepare(1, 1, 2).unwrap();
     world.stage(17, 10);
@@ -419,7 +433,7 @@ fn a_rank_that_dies_after_it_has_staged_leaves_the_step_to_those_that_come_later
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 2).unwrap();
     world.stage(16, 10);
-    world.core.gone(member(16));
+    world.core.gone(member(16), Ending::Died);
     world.prepare(2, 0, 2).unwrap();
     assert_eq!(world.phase(1, 10), None, "a newer launch ends it");
 }

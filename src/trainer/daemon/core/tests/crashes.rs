@@ -153,7 +153,7 @@ fn memory_that_an_upload_or_a_reader_uses_is_not_given_back() {
     let (segment, _) = world.stage(16, 10);
     let hold = world.core.hold(segment).unwrap().0;
     let key = world.key(1, 10).unwrap();
-    world.core.gone(member(16));
+    world.core.gone(member(16), Ending::Died);
     world.core.drop_step(&key, Failure::new(Kind::Unavailable, "why", ""));
     assert!(!world.core.doomed().contains(&segment), "its file would go, and its memory would not");
     drop(hold);

@@ -35,6 +35,9 @@ class SegmentBuffer:
     """The data of a segment, as a writable buffer."""
 
     def __len__(self) -> int: ...
+    def _fill(self, sources: list[tuple[int, int, int]], threads: int) -> None:
+        """Copies memory into the segment: offset, address and length of each piece."""
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class TableWriter:

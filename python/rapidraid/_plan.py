@@ -71,6 +71,7 @@ class Plan:
     launch_bytes: int
     views: list[list[Any]] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
+    memory: list[Any] = field(default_factory=list)
     _pieces: list[Any] = field(default_factory=list)
     #: Takes back the registration of each segment with CUDA.
     _registered: list[Callable[[], None]] = field(default_factory=list)
@@ -87,7 +88,7 @@ class Plan:
 
     def let_go(self) -> None:
         """Lets go of the segments."""
-        self.views, self.buffers = [], []
+        self.views, self.buffers, self.memory = [], [], []
         for unregister in self._registered:
             unregister()
         self._registered = []
@@ -96,6 +97,7 @@ class Plan:
         """Makes the views of a segment's memory once; every save into it uses them."""
         buffer = memoryview(segment)
         self.buffers.append(buffer)
+        self.memory.append(segment)
         if any(is_tensor(piece) and piece.device.type == "cuda" for piece in self._pieces):
             self._registered.append(register(buffer))
         self.views.append([view_of(buffer, owned.offset, piece) for owned, piece in zip(self.owned, self._pieces, strict=True)])
@@ -111,12 +113,7 @@ class Plan:
             if is_tensor(leaf.value) or is_array(leaf.value):
                 found[key] = leaf.value
                 expected = self.layout.get(key)
-                if (
-                    expected is None
-                    or expected[0] is None
-                    or expected[1] != tuple(leaf.value.shape)
-                    or expected[2] != str(leaf.value.dtype)
-                ):
+                if expected is None or expected[0] is None or expected[1] != leaf.value.shape or expected[2] != leaf.value.dtype:
                     raise _changed(leaf, expected)
             else:
                 if self.layout.get(key, (1,))[0] is not None:
@@ -136,8 +133,7 @@ class Plan:
         for owned in self.owned:
             key = (owned.is_private, owned.keys)
             if owned.box is None:
-                value = found[key]
-                pieces.append(value if is_array(value) else value.detach())
+                pieces.append(found[key])
                 continue
             if key not in described:
                 described[key] = describe(show(owned.keys), found[key])
@@ -156,7 +152,7 @@ class Plan:
     def copy(self, at: int, sources: tuple[list[Any], list[bytes], list[Any]], launch: str, step: int) -> list[tuple[str, bytes]]:
         """Copies a state into a segment. Returns the hashes of this rank's sample of the replicated content."""
         pieces, values, samples = sources
-        copy_all(self.views[at], pieces)
+        copy_all(self.memory[at], [owned.offset for owned in self.owned], self.views[at], pieces)
         for value, content in zip(self.values, values, strict=True):
             self.writer.set_length(value.extent, len(content))
         offsets, end = self.writer.offsets()
@@ -208,6 +204,8 @@ def encode(leaf: Leaf, allow_pickle: bool) -> bytes:
 
 def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[Any]], allow_pickle: bool) -> Plan:
     """Describes a state, compares it with those of the other ranks, and decides which parts this rank stores."""
+    # All ranks go through the names in one order.
+    flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
     described: dict[tuple[bool, Keys], Described] = {}
     contents: dict[tuple[bool, Keys], bytes] = {}
     canonical: dict[tuple[Any, ...], Keys] = {}
@@ -357,7 +355,7 @@ def _lay_out(
         if found is None:
             layout[key] = (None,)
             continue
-        layout[key] = (found.element, found.shape, str(leaf.value.dtype))
+        layout[key] = (found.element, found.shape, leaf.value.dtype)
         flags = leaf.flags | (FLAG_ARRAY if is_array(leaf.value) else 0)
         source = alias.get(key)
         for at, piece in enumerate(found.pieces):

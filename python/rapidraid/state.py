@@ -155,7 +155,6 @@ def flatten(state: Mapping[Any, Any], world: int) -> Flat:
     walk = _Walk(world)
     walk.parameters = dict(_named_parameters(state))
     walk.mapping((), state, None)
-    walk.flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
     return walk.flat
 
 
@@ -206,7 +205,10 @@ class _Walk:
 
     def value(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
         """Walks anything."""
-        if isinstance(value, Marked):
+        torch = _torch()
+        if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+            self.flat.leaves.append(Leaf(keys, value, is_private is not False, put))
+        elif isinstance(value, Marked):
             # A nearer mark wins over one above it. The value is put into the mark's place.
             self.value(keys, value.value, value.is_private, None if put is None else _remark(put, value))
         elif is_tensor(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 from .errors import InvalidError
 from .state import is_array, is_dtensor, is_tensor
 
+#: Threads of a copy, at most: memory is as busy with fewer than a host has.
+MAX_COPY_THREADS = 8
 #: Start and size of a box.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -209,21 +212,45 @@ def view_of(buffer: Any, offset: int, piece: Any) -> Any:
     return torch.frombuffer(buffer, dtype=piece.dtype, count=count, offset=offset).view(piece.shape)
 
 
-def copy_all(targets: list[Any], sources: list[Any]) -> None:
-    """Copies each source into its target; tensors on one device go in one call."""
+def copy_all(segment: Any, offsets: list[int], targets: list[Any], sources: list[Any]) -> None:
+    """Copies each source into its target, which lies at an offset of the segment's data.
+
+    Contiguous memory of the host goes by one call that writes past the caches, tensors on one device by another one.
+    """
     torch = sys.modules.get("torch")
-    tensors = [(to, source) for to, source in zip(targets, sources, strict=True) if not is_array(source)]
-    for to, source in zip(targets, sources, strict=True):
+    direct: list[tuple[int, int, int]] = []
+    tensors: list[tuple[Any, Any]] = []
+    for offset, to, source in zip(offsets, targets, sources, strict=True):
         if is_array(source):
-            to[...] = source
+            if source.flags.c_contiguous and source.dtype.isnative:
+                direct.append((offset, source.ctypes.data, source.nbytes))
+            else:
+                to[...] = source
+        elif _is_plain_memory(source):
+            direct.append((offset, source.data_ptr(), source.nbytes))
+        else:
+            tensors.append((to, source))
+    threads = torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))
+    segment._fill(direct, min(threads, MAX_COPY_THREADS))
     if not tensors or torch is None:
         return
     devices = {source.device for _, source in tensors if source.device.type == "cuda"}
     with torch.no_grad():
         # Segments are registered with CUDA: its copies run at the speed of the bus, all at once, and are waited for below.
-        torch._foreach_copy_([to for to, _ in tensors], [source for _, source in tensors], non_blocking=bool(devices))
+        torch._foreach_copy_([to for to, _ in tensors], [source.detach() for _, source in tensors], non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _is_plain_memory(value: Any) -> bool:
+    torch = sys.modules["torch"]
+    return bool(
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.is_cpu
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not (value.is_conj() or value.is_neg())
+    )
 
 
 def register(buffer: Any) -> Callable[[], None]:

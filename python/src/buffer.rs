@@ -28,6 +28,27 @@ impl SegmentBuffer {
         self.segment.map.len() - HEADER_BYTES as usize
     }
 
+    /// Copies memory of contiguous tensors into the segment: each is given by its offset behind the header, address and length.
+    ///
+    /// The caller in the package takes the addresses from tensors that it holds until this returns.
+    fn _fill(
+        &self,
+        py: Python<'_>,
+        sources: Vec<(usize, usize, usize)>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let mut sources: Vec<(usize, &[u8])> = sources
+            .into_iter()
+            .map(|(offset, address, len)| {
+                // SAFETY: the package passes the address and the length in bytes of a contiguous tensor on the host that it holds. Python
+                // code of other threads that writes such a tensor during a save makes a mess of what is saved, as with any other copy of it.
+                (offset.saturating_add(HEADER_BYTES as usize), unsafe { memory(address, len) })
+            })
+            .collect();
+        py.detach(|| self.segment.map.write_all(&mut sources, threads))
+            .map_err(|error| PyBufferError::new_err(error.to_string()))
+    }
+
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,

@@ -11,7 +11,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -20,6 +20,11 @@ use rustix::fs::{FallocateFlags, fallocate};
 const PIECE_BYTES: u64 = 1 << 30;
 /// Blocks of `st_blocks` have this length, whatever the file system's blocks are.
 const STAT_BLOCK_BYTES: u64 = 512;
+
+/// What one thread copies before it takes the next part.
+const PART_BYTES: usize = 4 << 20;
+/// Shorter copies go through the cache: a streaming one would wait for its end longer than it saves.
+const MIN_STREAMED_BYTES: usize = 64 << 10;
 
 /// A mapping that this process writes.
 #[derive(Debug)]
@@ -127,6 +132,46 @@ impl Writable {
         Ok(())
     }
 
+    /// Copies each of `sources` to its offset, on up to `threads` threads. Long ones are written past the caches: nobody reads them here
+    /// soon, and a cache would read each line of the target from memory before it is overwritten.
+    ///
+    /// # Errors
+    ///
+    /// A target that is not inside the mapping, or that overlaps another one, before anything is written.
+    pub fn write_all(&self, sources: &mut [(usize, &[u8])], threads: usize) -> io::Result<()> {
+        sources.sort_unstable_by_key(|(offset, bytes)| (*offset, bytes.len()));
+        let mut end = 0;
+        for (offset, bytes) in &*sources {
+            if *offset < end {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, "two targets overlap"));
+            }
+            at(&self.0, *offset, bytes.len())?;
+            end = offset + bytes.len();
+        }
+        let mut parts = Vec::with_capacity(sources.len());
+        for (offset, bytes) in &*sources {
+            let starts = (*offset..).step_by(PART_BYTES);
+            parts.extend(starts.zip(bytes.chunks(PART_BYTES)));
+        }
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some((offset, bytes)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let to = self.0.as_mut_ptr().wrapping_add(*offset);
+                // SAFETY: the loop above checked that the target lies in the mapping, which lives as long as `self`, and that no two
+                // targets overlap; each is taken by one thread. No source overlaps it: no reference into a writable mapping is ever
+                // handed out.
+                unsafe { copy_past_caches(bytes, to) };
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads.min(parts.len()) {
+                scope.spawn(work);
+            }
+            work();
+        });
+        Ok(())
+    }
+
     /// Sets the four bytes at `offset`, a multiple of four, after all that this process wrote before.
     pub fn store_release(&self, offset: usize, value: u32) -> io::Result<()> {
         word(&self.0, offset)?.store(value.to_le(), Ordering::Release);
@@ -170,6 +215,46 @@ impl AsRef<[u8]> for Readable {
     }
 }
 
+/// Copies `from` to `to`; a long one is complete in memory when it returns.
+///
+/// # Safety
+///
+/// `to` must point to as many writable bytes as `from` has, which do not overlap it and which no other thread uses meanwhile.
+unsafe fn copy_past_caches(from: &[u8], to: *mut u8) {
+    #[cfg(target_arch = "x86_64")]
+    if from.len() >= MIN_STREAMED_BYTES {
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+        const LINE: usize = 64;
+        let head = to.align_offset(LINE).min(from.len());
+        let body = (from.len() - head) / LINE * LINE;
+        let (source, target) = (from.as_ptr(), to);
+        // SAFETY: head, body and tail together are `from.len()` bytes, and both sides have as many by the contract. `target + head` is a
+        // multiple of 64, as streaming stores require of 16. SSE2 is part of x86-64. The fence orders the stores, which are weaker than
+        // Rust's memory model knows, before everything that follows.
+        unsafe {
+            std::ptr::copy_nonoverlapping(source, target, head);
+            for at in (head..head + body).step_by(LINE) {
+                let (source, target) =
+                    (source.add(at).cast::<__m128i>(), target.add(at).cast::<__m128i>());
+                let first = _mm_loadu_si128(source);
+                let second = _mm_loadu_si128(source.add(1));
+                let third = _mm_loadu_si128(source.add(2));
+                let fourth = _mm_loadu_si128(source.add(3));
+                _mm_stream_si128(target, first);
+                _mm_stream_si128(target.add(1), second);
+                _mm_stream_si128(target.add(2), third);
+                _mm_stream_si128(target.add(3), fourth);
+            }
+            _mm_sfence();
+            let tail = head + body;
+            std::ptr::copy_nonoverlapping(source.add(tail), target.add(tail), from.len() - tail);
+        }
+        return;
+    }
+    // SAFETY: by the contract.
+    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+}
+
 /// The aligned word at `offset`.
 fn word(map: &MmapRaw, offset: usize) -> io::Result<&AtomicU32> {
     let place = at(map, offset, 4)?.cast::<u32>();
@@ -202,6 +287,50 @@ mod tests {
         reader.copy_to(9_996, &mut out).unwrap();
         assert_eq!(&out, b"6789");
         assert_eq!(&reader.as_ref()[9_990..], b"0123456789");
+    }
+
+    #[test]
+    fn many_sources_come_to_their_places() {
+        let len = 24 << 20;
+        let file = file();
+        reserve(&file, len, || Ok(())).unwrap();
+        let map = Writable::map(&file, len, || Ok(())).unwrap();
+        let data: Vec<u8> =
+            (0..20_u32 << 20).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect();
+        let mut expected = vec![0; len as usize];
+        // Lengths around a line, around what is streamed, and beyond what one thread takes; targets at odd places.
+        let lengths = [
+            0,
+            1,
+            63,
+            64,
+            65,
+            MIN_STREAMED_BYTES - 1,
+            MIN_STREAMED_BYTES,
+            MIN_STREAMED_BYTES + 77,
+            PART_BYTES * 2 + 13,
+            4_097,
+        ];
+        for threads in [1, 3] {
+            let (mut sources, mut offset) = (Vec::new(), threads);
+            for (number, length) in lengths.into_iter().enumerate() {
+                let bytes = &data[number * 31..number * 31 + length];
+                expected[offset..offset + length].copy_from_slice(bytes);
+                sources.push((offset, bytes));
+                offset += length + number;
+            }
+            sources.reverse();
+            map.write_all(&mut sources, threads).unwrap();
+            let reader = Readable::map(&file, len).unwrap();
+            assert!(reader.as_ref() == expected, "{threads} threads");
+        }
+        assert!(map.write_all(&mut [(8, b"abc"), (10, b"d")], 2).is_err(), "two targets overlap");
+        assert!(map.write_all(&mut [(0, b"x"), (len as usize, b"d")], 2).is_err());
+        assert_eq!(
+            Readable::map(&file, len).unwrap().as_ref()[0],
+            expected[0],
+            "nothing was written"
+        );
     }
 
     #[test]

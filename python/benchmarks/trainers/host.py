@@ -64,6 +64,7 @@ def stall(repeats: int, large_bytes: int) -> Iterator[Measure]:
                 first.add("save", seconds(checkpointer.save, 1, state))
             bed.command("stage", "--free", job)
             bed.command("rm", f"{job}/1")
+            time.sleep(2)
         with rapidraid.Checkpointer("stall", config=bed.config, keep=2) as checkpointer:
             for step in range(1, repeats + 3):
                 is_counted = step > 2
@@ -74,6 +75,8 @@ def stall(repeats: int, large_bytes: int) -> Iterator[Measure]:
                     later.add("save", took)
                     splits.append(vars(checkpointer.last_stall).copy())
                 checkpointer.wait()
+                # The kernel still frees what was removed, on both processors.
+                time.sleep(2)
                 say(f"stall: step {step} took {took:.3f} s")
     parts = ("traversal", "waiting", "copy", "socket")
     later.facts["split_s"] = {part: sorted(split[part] for split in splits)[len(splits) // 2] for part in parts}
@@ -186,6 +189,7 @@ def memory(repeats: int, large_bytes: int) -> Iterator[Measure]:
                 for step in range(1, repeats + 1):
                     checkpointer.save(step, state)
                     checkpointer.wait()
+                    time.sleep(2)
                     copy = seconds(copies.into.copy_, copies.flat)
                     hashing = seconds(lambda: blake3.blake3(data, max_threads=blake3.blake3.AUTO).digest())
                     load.add("memcpy+blake3", copy + hashing)

@@ -10,6 +10,8 @@ mod admission;
 mod away;
 #[path = "cluster/checks.rs"]
 mod checks;
+#[path = "cluster/drivers.rs"]
+mod drivers;
 #[path = "cluster/members.rs"]
 mod members;
 #[path = "cluster/moves.rs"]

@@ -213,7 +213,10 @@ class _Job:
         """Copies and verifies everything, then puts plain values in place."""
         contents = []
         for leaf, row, flags in self.values:
-            content = self.loaded.content(row)
+            try:
+                content = self.loaded.content(row)
+            except CorruptError:
+                return show(leaf.keys)
             contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
         damaged = self.loaded._copy(self.targets, _threads())
         if damaged is not None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import _native
 from .errors import InvalidError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_tensor, show
+from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, is_tensor, show
 from .tensors import Box, Described, alias_key, copy_all, describe, nbytes, register, view_of
 
 #: Room for values that grow from step to step.
 SLACK_BYTES = 256 << 10
 #: Of replicated content, one part in so many (times the ranks) is hashed by every rank.
 SAMPLE_PARTS = 50
-SAMPLE_BYTES = 4096
+#: Room that the samples of one save may take in their message, on average, and what each takes beside its name.
+MAX_SAMPLE_BYTES = 64 << 10
+SAMPLE_ENTRY_BYTES = 24
 
 
 @dataclass
@@ -39,6 +43,7 @@ class OwnedValue:
     keys: Keys
     is_private: bool
     extent: int
+    is_pickled: bool
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Replicated:
     keys: Keys
     #: The part's place among those of the tensor on this rank; ``None``: the whole tensor.
     piece: int | None
+    box: Box | None
 
 
 #: What ranks tell each other of a tensor: element type, bits, shape, boxes with bytes, and the name that it shares its content with.
@@ -68,7 +74,13 @@ class Plan:
     layout: dict[tuple[bool, Keys], tuple[Any, ...]]
     replicated: list[Replicated]
     segment_bytes: int
-    launch_bytes: int
+    sample_bytes: int
+    #: Names whose content is stored under another name, because both were one memory when the state was prepared.
+    aliases: dict[tuple[bool, Keys], tuple[bool, Keys]]
+    #: Each save compares one part in so many of the replicated content between the ranks.
+    sample_rounds: int = 1
+    #: The segments of all ranks.
+    launch_bytes: int = 0
     views: list[list[Any]] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
     memory: list[Any] = field(default_factory=list)
@@ -106,7 +118,7 @@ class Plan:
         """Returns what is to be copied, in the order of the plan. Raises when the state is laid out otherwise."""
         found: dict[tuple[bool, Keys], Any] = {}
         values: dict[tuple[bool, Keys], bytes] = {}
-        wanted = {(value.is_private, value.keys) for value in self.values}
+        wanted = {(value.is_private, value.keys): value for value in self.values}
         seen = 0
         for leaf in flat.leaves:
             key = (leaf.is_private, leaf.keys)
@@ -120,6 +132,8 @@ class Plan:
                     raise _changed(leaf, self.layout.get(key))
                 if key in wanted:
                     values[key] = encode(leaf, allow_pickle)
+                    if bool(leaf.flags & FLAG_PICKLE) != wanted[key].is_pickled:
+                        raise _changed(leaf, self.layout.get(key))
             seen += 1
         if seen != len(self.layout):
             missing = next(
@@ -128,25 +142,34 @@ class Plan:
             raise InvalidError(
                 f"{show(missing[1])} was in the state when it was prepared, and is not now", "call prepare(state) again, on all ranks"
             )
+        for key, home in self.aliases.items():
+            if alias_key(found[key]) != alias_key(found[home]):
+                raise InvalidError(
+                    f"{show(key[1])} shared its memory with {show(home[1])} when the state was prepared, and does not now",
+                    "call prepare(state) again, on all ranks",
+                )
         described: dict[tuple[bool, Keys], Described] = {}
+
+        def local(key: tuple[bool, Keys], at: int, box: Box | None) -> Any:
+            if key not in described:
+                described[key] = describe(show(key[1]), found[key])
+            parts = described[key].pieces
+            if at >= len(parts) or parts[at].box != box:
+                raise InvalidError(
+                    f"{show(key[1])} is spread over the ranks in another way than when the state was prepared",
+                    "call prepare(state) again, on all ranks",
+                )
+            return parts[at].local
+
         pieces = []
         for owned in self.owned:
             key = (owned.is_private, owned.keys)
-            if owned.box is None:
-                pieces.append(found[key])
-                continue
-            if key not in described:
-                described[key] = describe(show(owned.keys), found[key])
-            pieces.append(described[key].pieces[owned.piece].local)
+            is_spread = owned.box is not None or is_dtensor(found[key])
+            pieces.append(local(key, owned.piece, owned.box) if is_spread else found[key])
         samples = []
         for sampled in self.replicated:
             key = (False, sampled.keys)
-            if sampled.piece is None:
-                samples.append(found[key])
-                continue
-            if key not in described:
-                described[key] = describe(show(sampled.keys), found[key])
-            samples.append(described[key].pieces[sampled.piece].local)
+            samples.append(found[key] if sampled.piece is None else local(key, sampled.piece, sampled.box))
         return pieces, [values[(value.is_private, value.keys)] for value in self.values], samples
 
     def copy(self, at: int, sources: tuple[list[Any], list[bytes], list[Any]], launch: str, step: int) -> list[tuple[str, bytes]]:
@@ -167,7 +190,7 @@ class Plan:
         return [
             (sampled.label, bytes(_sample(value, self.world, launch, step)))
             for sampled, value in zip(self.replicated, samples, strict=True)
-            if nbytes(value)
+            if nbytes(value) and zlib.crc32(f"{step} {sampled.label}".encode()) % self.sample_rounds == 0
         ]
 
 
@@ -175,10 +198,14 @@ def _sample(value: Any, world: int, launch: str, step: int) -> Any:
     """Hashes a window of a tensor that all ranks choose alike, and that moves from step to step."""
     total = nbytes(value)
     length = min(total, max(total // (SAMPLE_PARTS * world), min(total, 64)))
-    if not value.is_contiguous() or value.device.type != "cpu":
-        return bytes(16)
     seed = int(launch[:12], 16) + step * 2654435761
     start = seed % (total - length + 1)
+    if not value.is_contiguous():
+        return bytes(16)
+    if value.device.type != "cpu":
+        torch = sys.modules["torch"]
+        window = value.detach().view(-1).view(torch.uint8)[start : start + length].cpu()
+        return _native._sample_hash([(window.data_ptr(), length)])
     return _native._sample_hash([(value.data_ptr() + start, length)])
 
 
@@ -210,7 +237,7 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
     contents: dict[tuple[bool, Keys], bytes] = {}
     canonical: dict[tuple[Any, ...], Keys] = {}
     alias: dict[tuple[bool, Keys], Keys] = {}
-    error: InvalidError | None = None
+    error: Exception | None = flat.error
     for leaf in flat.leaves:
         key = (leaf.is_private, leaf.keys)
         try:
@@ -223,7 +250,7 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
                         alias[key] = first
             else:
                 contents[key] = encode(leaf, allow_pickle)
-        except InvalidError as found_wrong:
+        except Exception as found_wrong:  # noqa: BLE001 - the other ranks wait for this rank's word, whatever went wrong
             error = error or found_wrong
     told: dict[Keys, Any] = {}
     private_bytes = 0
@@ -238,14 +265,32 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
             told[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
         else:
             told[leaf.keys] = len(contents.get(key, b""))
-    everyone = gather((told, private_bytes, str(error) if error else None, error.hint if error else ""))
-    for other, (_, _, refused, hint) in enumerate(everyone):
-        if refused is not None:
-            if error is not None and other == rank:
-                raise error
-            raise InvalidError(f"rank {other}: {refused}", hint)
+    everyone = gather((told, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
+    raise_together(error, rank, [(refused, hint) for _, _, refused, hint in everyone])
     owners, held_twice = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
-    return _lay_out(flat, rank, world, described, contents, alias, owners, held_twice, gather)
+    plan: Plan | None = None
+    try:
+        plan = _lay_out(flat, rank, world, described, contents, alias, owners, held_twice)
+    except Exception as found_wrong:  # noqa: BLE001 - as above
+        error = found_wrong
+    sizes = (plan.segment_bytes, plan.sample_bytes) if plan is not None else (0, 0)
+    laid_out = gather((*sizes, str(error) if error else None, getattr(error, "hint", "")))
+    raise_together(error, rank, [(refused, hint) for _, _, refused, hint in laid_out])
+    assert plan is not None
+    plan.launch_bytes = sum(segment for segment, _, _, _ in laid_out)
+    # All samples of a save go in one message; a state of many names is compared over several saves.
+    plan.sample_rounds = max(1, -(-max(samples for _, samples, _, _ in laid_out) // MAX_SAMPLE_BYTES))
+    return plan
+
+
+def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str | None, str]]) -> None:
+    """Raises on all ranks what one of them met, each with its words: one that goes on alone would wait for the others."""
+    for other, (refused, hint) in enumerate(everyone):
+        if refused is None:
+            continue
+        if error is not None and other == rank:
+            raise error
+        raise InvalidError(f"rank {other}: {refused}", hint)
 
 
 #: Who stores each part: by path, and by place of the box among those of the path (values have place 0).
@@ -337,7 +382,6 @@ def _lay_out(
     alias: dict[tuple[bool, Keys], Keys],
     owners: Owners,
     held_twice: set[tuple[Keys, Box | None]],
-    gather: Callable[[Any], list[Any]],
 ) -> Plan:
     writer = _native.TableWriter()
     owned: list[Owned] = []
@@ -361,7 +405,7 @@ def _lay_out(
         for at, piece in enumerate(found.pieces):
             if not leaf.is_private and source is None and (leaf.keys, piece.box) in held_twice and is_tensor(leaf.value):
                 label = show(leaf.keys) if piece.box is None else f"{show(leaf.keys)}, the box of {piece.box[1]} at {piece.box[0]},"
-                replicated.append(Replicated(label, leaf.keys, None if piece.box is None else at))
+                replicated.append(Replicated(label, leaf.keys, None if piece.box is None else at, piece.box))
             home = source if source is not None else leaf.keys
             if not leaf.is_private and owners.get((home, piece.box)) != rank:
                 continue
@@ -386,13 +430,14 @@ def _lay_out(
         value_bytes += len(contents[key]) + 64
         is_value = not leaf.flags & FLAG_PICKLE
         writer.add_bytes(rank if leaf.is_private else None, list(leaf.keys), is_value, extent, leaf.flags)
-        values.append(OwnedValue(leaf.keys, leaf.is_private, extent))
+        values.append(OwnedValue(leaf.keys, leaf.is_private, extent, not is_value))
     offsets, end = writer.offsets()
     for part in owned:
         part.offset = offsets[part.extent]
     segment_bytes = _native.HEADER_BYTES + end + value_bytes + SLACK_BYTES + writer.table_bytes() * 2
     segment_bytes = -(-segment_bytes // 4096) * 4096
-    launch_bytes = sum(gather(segment_bytes))
-    plan = Plan(rank, world, owned, values, writer, layout, replicated, segment_bytes, launch_bytes)
+    sample_bytes = sum(len(sampled.label.encode()) + SAMPLE_ENTRY_BYTES for sampled in replicated)
+    homes = {key: (key[0], home) for key, home in alias.items()}
+    plan = Plan(rank, world, owned, values, writer, layout, replicated, segment_bytes, sample_bytes, homes)
     plan._pieces = pieces
     return plan

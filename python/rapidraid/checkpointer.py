@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from . import _native
 from ._load import LoadChoices, Private, load_into, read_one
-from ._plan import Plan, make_plan
+from ._plan import Plan, make_plan, raise_together
 from ._program import connect
-from .errors import BusyError, DeadlineError, ExistsError, InvalidError, NotFoundError, RapidraidError, of_code
-from .state import flatten
+from .errors import BusyError, CorruptError, DeadlineError, ExistsError, InvalidError, NotFoundError, RapidraidError, of_code
+from .state import Flat, flatten
 
 log = logging.getLogger("rapidraid")
 
@@ -193,11 +193,24 @@ class Checkpointer:
 
         ``save`` calls it the first time; call it earlier so that no training step waits for it, and again when the layout has changed.
         """
-        flat = flatten(state, self.world)
+        try:
+            flat = flatten(state, self.world)
+        except Exception as error:  # noqa: BLE001 - the other ranks are told in make_plan
+            flat = Flat(error=error)
         for warning in flat.warnings:
             log.warning("%s", warning)
         plan = make_plan(flat, self.rank, self.world, self._group.gather, self.allow_pickle)
-        self._prepare(plan)
+        failed: Exception | None = None
+        try:
+            self._prepare(plan)
+        except Exception as error:  # noqa: BLE001 - the other ranks are told here
+            failed = error
+        told = (str(failed) if failed else None, getattr(failed, "hint", ""))
+        try:
+            raise_together(failed, self.rank, self._group.gather(told))
+        except BaseException:
+            self._drop_plan()
+            raise
 
     def _drop_plan(self) -> None:
         if self._plan is not None:
@@ -347,12 +360,10 @@ class Checkpointer:
             try:
                 damaged = load_into(loaded, state, self.rank, self.world, choices)
             finally:
-                self._daemon.release(loaded, damaged)
+                self._daemon.release(loaded, damaged, limit)
             if damaged is None:
                 break
             if last:
-                from .errors import CorruptError
-
                 raise CorruptError(f"{damaged} is damaged", "load an older step")
             log.warning("%s is damaged in this host's memory: step %d is loaded again", damaged, number)
         self._loaded, self._newest_seen = number, newest
@@ -367,13 +378,21 @@ class Checkpointer:
     def read(self, step: int | None, name: str, *, timeout: float | None = None) -> Any:
         """Returns one entry of a step by its name, such as ``model/layers.0.weight``; private entries as ``rank 3: rng/torch``."""
         limit = self.timeout * 10 if timeout is None else timeout
-        loaded = self._daemon.load(self.job, step=step, timeout=limit)
-        if loaded is None:
-            raise NotFoundError(f"{self.job} has no step", "save one first")
-        try:
-            return read_one(loaded, name, self.allow_pickle)
-        finally:
-            self._daemon.release(loaded)
+        for last in (False, True):
+            loaded = self._daemon.load(self.job, step=step, timeout=limit)
+            if loaded is None:
+                raise NotFoundError(f"{self.job} has no step", "save one first")
+            damaged = None
+            try:
+                return read_one(loaded, name, self.allow_pickle)
+            except CorruptError:
+                damaged = name
+                if last:
+                    raise
+            finally:
+                self._daemon.release(loaded, damaged, limit)
+            log.warning("%s is damaged in this host's memory: it is read again", name)
+        raise AssertionError("the second read returns or raises")
 
     def latest(self) -> int | None:
         """Returns the newest committed step."""

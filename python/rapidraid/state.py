@@ -81,6 +81,8 @@ class Flat:
     #: Prefixes below which names of a checkpoint are welcome though no leaf has them, and what makes their tensors.
     open_below: list[tuple[Keys, Maker]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    #: Why the walk ended early; raised by ``prepare`` on all ranks.
+    error: Exception | None = None
 
 
 def show(keys: Keys) -> str:
@@ -153,35 +155,67 @@ def flatten(state: Mapping[Any, Any], world: int) -> Flat:
     if not isinstance(state, Mapping):
         raise InvalidError(f"a state is a dict, not {type(state).__name__}", 'pass {"model": model, "optimizer": optimizer}')
     walk = _Walk(world)
-    walk.parameters = dict(_named_parameters(state))
+    walk.parameters = _named_parameters(state)
     walk.mapping((), state, None)
     return walk.flat
 
 
-def _unwrap(module: Any) -> tuple[Any, bool]:
-    """Returns a module without its DDP wrapper, and whether its parameters are declared to be the same on all ranks."""
+def _is_never(_name: str, _parameter: Any) -> bool:
+    return False
+
+
+def _unwrap(module: Any) -> tuple[Any, Callable[[str, Any], bool]]:
+    """Returns a module without its DDP wrapper, and which parameters the wrapper keeps the same on all ranks, by name and parameter."""
     torch = _torch()
     parallel = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     if parallel is not None and isinstance(module, parallel):
-        return module.module, True
+        ignored = set(getattr(module, "parameters_to_ignore", ()))
+        return module.module, lambda name, _: name not in ignored
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", None)
-    return module, sharded is not None and isinstance(module, sharded)
+    if sharded is not None and isinstance(module, sharded):
+        # A plain tensor below is one that was left out (ignored_params): each rank trains its own.
+        return module, lambda _, parameter: is_dtensor(parameter)
+    return module, _is_never
 
 
-def _named_parameters(state: Mapping[Any, Any]) -> Iterator[tuple[int, tuple[str, Any, bool]]]:
-    """Yields for each parameter of each module of a state its identity, its name, and whether it is declared replicated."""
-    for value in state.values():
+def _is_same_memory(value: Any, own: Any) -> bool:
+    """Returns whether filling an entry of a module's state_dict fills the module's own tensor."""
+    if value is own or is_dtensor(value) or hasattr(value, "__tensor_flatten__") or value.is_meta or value.numel() == 0:
+        return True
+    try:
+        return bool(value.data_ptr() == own.data_ptr() and value.stride() == own.stride())
+    except (RuntimeError, NotImplementedError):
+        # It has no memory of its own, and is refused by its name.
+        return True
+
+
+def _named_parameters(state: Mapping[Any, Any]) -> dict[int, tuple[str, Any, bool]]:
+    """Returns for each parameter of each module of a state its name, and whether it is declared replicated, by its identity.
+
+    Where modules have names in common, as a generator and a critic do, names begin with the module's key.
+    """
+    found = list(_parameters_below("", state))
+    first: dict[str, int] = {}
+    is_ambiguous = any(first.setdefault(name, id(parameter)) != id(parameter) for _, name, parameter, _ in found)
+    named: dict[int, tuple[str, Any, bool]] = {}
+    for prefix, name, parameter, declared in found:
+        named.setdefault(id(parameter), (f"{prefix}{name}" if is_ambiguous else name, parameter, declared))
+    return named
+
+
+def _parameters_below(prefix: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    for key, value in state.items():
         if isinstance(value, Marked):
             inner, declared = value.value, not value.is_private
         else:
             inner, declared = value, False
         if _is_module(inner):
-            module, is_parallel = _unwrap(inner)
+            module, is_synchronised = _unwrap(inner)
             for name, parameter in module.named_parameters():
-                yield id(parameter), (name, parameter, declared or is_parallel)
+                yield f"{prefix}{key}.", name, parameter, declared or is_synchronised(name, parameter)
         elif isinstance(inner, Mapping):
-            yield from _named_parameters(inner)
+            yield from _parameters_below(f"{prefix}{key}.", inner)
 
 
 class _Walk:
@@ -270,25 +304,28 @@ class _Walk:
 
     def module(self, keys: Keys, wrapped: Any, is_private: bool | None) -> None:
         """Walks a module: its parameters and buffers are filled in place."""
-        module, is_parallel = _unwrap(wrapped)
-        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        if is_private is None and not is_parallel and self.world > 1:
+        module, is_synchronised = _unwrap(wrapped)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        if is_private is None and is_synchronised is _is_never and self.world > 1:
             self.flat.warnings.append(
                 f"{show(keys)} is a plain module in a world of {self.world} ranks: each rank stores its own copy. "
                 "Wrap it in rapidraid.replicated() if it is the same on all ranks"
             )
+        buffers = dict(module.named_buffers(remove_duplicate=False))
         extra: dict[str, Any] = {}
         for name, value in module.state_dict().items():
             below = (*keys, (0, name))
-            if is_tensor(value):
+            own = parameters.get(name, buffers.get(name))
+            if is_tensor(value) and own is not None and _is_same_memory(value, own):
                 is_parameter = name in parameters
                 private = is_private
                 if private is None:
                     # Buffers are not synchronised by DDP and FSDP after the step that changed them.
-                    private = self.world > 1 and not (is_parallel and is_parameter)
+                    private = self.world > 1 and not (is_parameter and is_synchronised(name, own))
                     private = private and not is_dtensor(value)
                 self.tensor(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
             else:
+                # What the module made for its state_dict is given back to it by load_state_dict.
                 extra[name] = value
                 self.value(below, value, is_private if is_private is not None or self.world > 1 else False, _setter(extra, name))
         if extra:
@@ -315,6 +352,11 @@ class _Walk:
             for key, value in group.items():
                 below = (*keys, (0, "groups"), (2, at), (0, key))
                 self.value(below, value, default, _setter(loaded_groups[at], key))
+        if foreign := [key for key in optimizer.state if id(key) not in names]:
+            raise InvalidError(
+                f"{show(keys)} keeps state for {foreign[0]!r}, which is no parameter of its groups"[:200],
+                "store optimizer.state_dict() as a dict, or add the parameter to a group",
+            )
         for _parameter_id, (name, parameter, declared) in names.items():
             entries = optimizer.state.get(parameter, {})
             label: Key = (0, name) if is_named else (1, int(name))

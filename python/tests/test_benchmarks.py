@@ -12,7 +12,8 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 def test_a_short_run_leaves_a_record(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "trainers", "--short", "--only", "stall", "--out", str(tmp_path)]
+    command = [sys.executable, "-P", "-m", "trainers", "--short", "--only", "stall"]
+    command += ["--record", str(tmp_path / "trainers.json"), "--pictures", str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(FOLDER)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "trainers.json").read_text())

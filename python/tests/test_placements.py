@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from ranks import launch
 
 import rapidraid
+from rapidraid._program import program
 
 pytest.importorskip("torch")
 PROGRAM = str(Path(__file__).parent / "programs" / "dtensors.py")
+DISAGREE = str(Path(__file__).parent / "programs" / "disagree.py")
 
 
 def test_placements_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> None:
@@ -29,7 +34,10 @@ def test_placements_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> 
         assert sum(region["bytes"] for region in name["regions"]) == 4 * elements, name["name"]
 
 
-@pytest.mark.parametrize(("part", "why"), [("partial", "Partial placement"), ("shapes", "rank 2 the shape (4,)")])
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [("partial", "Partial placement"), ("shapes", "rank 2 the shape (4,)"), ("redistribute", "spread over the ranks in another way")],
+)
 def test_what_ranks_cannot_store_together_is_refused_on_all(cluster: rapidraid.LocalCluster, job: str, part: str, why: str) -> None:
     """Every rank is told, with the name."""
     code, lines = launch(PROGRAM, 4, str(cluster.config), job, part)
@@ -47,3 +55,28 @@ def test_ranks_whose_copies_differ_are_named(cluster: rapidraid.LocalCluster, jo
         "bias differs between ranks 0 and 2, though it is declared replicated: the owner's copy is saved",
         "spread, the box of (50,) at (50,), differs between ranks 1 and 3, though it is declared replicated: the owner's copy is saved",
     }
+
+
+def test_ranks_of_two_hosts_are_refused(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """Two staging folders stand for two hosts: every rank is told which rank is elsewhere."""
+    other = cluster.config.with_name(f"{job}.toml")
+    other.write_text(cluster.config.read_text().replace(str(cluster.staging), f"{cluster.staging}-{job}"))
+    try:
+        code, lines = launch(DISAGREE, 2, str(cluster.config), str(other), job, "hosts")
+        assert code == 0
+        refused = [line for line in lines if " refused: " in line]
+        assert len(refused) == 2 and all("rank 1 has another staging folder than rank 0" in line for line in refused), lines
+    finally:
+        held = json.loads(rapidraid.cluster._run([program(), "stage", "--status", "--json", "--config", str(other)]))
+        os.kill(held["pid"], signal.SIGKILL)
+        shutil.rmtree(f"{cluster.staging}-{job}", ignore_errors=True)
+
+
+def test_ranks_that_save_different_steps_are_told(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A step that one rank leaves out is dropped, with the rank; it is no resume point."""
+    code, lines = launch(DISAGREE, 2, str(cluster.config), str(cluster.config), job, "steps")
+    assert code == 0
+    told = [line for line in lines if line.startswith("rank 0 refused: ")]
+    assert len(told) == 1 and "rank 1" in told[0] and "step 2" in told[0], lines
+    assert not [line for line in lines if line.endswith(" committed")], lines
+    assert rapidraid.Checkpointer(job, config=cluster.config).latest() == 1

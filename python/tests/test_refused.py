@@ -314,3 +314,15 @@ def test_a_closed_checkpointer_gives_its_memory_back(cluster: rapidraid.LocalClu
     cluster.command("stage", "--free", job)
     held = json.loads(cluster.command("stage", "--status", "--json"))
     assert not [found for found in held["jobs"] if found["job"] == job and found["segment_bytes"]]
+
+
+def test_retention_has_one_owner() -> None:
+    """Where the cluster's policy retires steps, ``keep`` is refused with what the policy keeps."""
+    with rapidraid.local_cluster(6, settings={"policy.keep_newest": "3"}) as cluster:
+        state = {"a": torch.ones(4)}
+        checkpointer = rapidraid.Checkpointer("retired", config=cluster.config, keep=2)
+        with pytest.raises(errors.InvalidError, match="policy keeps the newest 3") as raised:
+            checkpointer.save(1, state)
+        assert "leave keep out" in raised.value.hint
+        with rapidraid.Checkpointer("retired", config=cluster.config) as other:
+            other.save(1, state)

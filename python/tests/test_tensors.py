@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -343,3 +344,94 @@ def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
     loaded = {key: torch.zeros_like(value) for key, value in state.items()}
     assert rapidraid.Checkpointer(job, config=cluster.config).load(loaded) == 2
     assert bool((loaded["large"] == 2).all()) and torch.equal(loaded["strided"], state["strided"])
+
+
+class WithExtra(torch.nn.Module):
+    """Keeps a tensor that only its extra state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.scale = 1.0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.scale])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = float(state[0])
+
+
+def test_what_a_module_makes_for_its_state_dict_is_given_back(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A tensor of ``get_extra_state`` goes through ``set_extra_state``."""
+    module = WithExtra()
+    module.scale = 7.0
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"model": module})
+        fresh = WithExtra()
+        assert checkpointer.load({"model": fresh}) == 1
+    assert fresh.scale == 7.0
+    assert torch.equal(fresh.linear.weight, module.linear.weight)
+
+
+def test_weights_that_are_tied_no_more_are_seen(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """What was one memory at ``prepare`` is stored once: when it is two, the state has to be prepared again."""
+    tied = torch.ones(8)
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    checkpointer.save(1, {"embed": tied, "head": tied})
+    state = {"embed": tied, "head": tied.clone() + 1}
+    with pytest.raises(rapidraid.errors.InvalidError, match="head shared its memory with embed"):
+        checkpointer.save(2, state)
+    checkpointer.prepare(state)
+    checkpointer.save(2, state)
+    checkpointer.wait()
+    loaded = {"embed": torch.zeros(8), "head": torch.zeros(8)}
+    assert checkpointer.load(loaded) == 2
+    assert torch.equal(loaded["head"], tied + 1) and torch.equal(loaded["embed"], tied)
+
+
+def test_a_value_that_needs_pickle_later_is_seen(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """How a value is stored was decided by ``prepare``."""
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config, allow_pickle=True)
+    checkpointer.save(1, {"x": None})
+    with pytest.raises(rapidraid.errors.InvalidError, match="x has another kind"):
+        checkpointer.save(2, {"x": Path("x")})
+
+
+def test_an_optimizer_over_two_modules_with_equal_names(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Each parameter's moments come back to it."""
+
+    def make() -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
+        one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        return one, two, torch.optim.AdamW([*one.parameters(), *two.parameters()])
+
+    one, two, optimizer = make()
+    (one(torch.ones(2)).sum() + 3 * two(torch.ones(2)).sum()).backward()
+    optimizer.step()
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"one": one, "two": two, "optimizer": optimizer})
+        again_one, again_two, again = make()
+        assert checkpointer.load({"one": again_one, "two": again_two, "optimizer": again}) == 1
+    for mine, theirs in zip([*one.parameters(), *two.parameters()], [*again_one.parameters(), *again_two.parameters()], strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], again.state[theirs]["exp_avg"])
+
+
+def test_a_damaged_plain_value_is_loaded_again(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A flipped bit in memory is found in plain values too; the step is then read from the cluster."""
+    text = "0123456789abcdef" * 64
+    state = {"a": torch.ones(4), "note": text}
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        damaged = 0
+        for path in (cluster.staging / "segments").glob("*.seg"):
+            at = path.read_bytes().find(text.encode())
+            if at >= 0:
+                with path.open("r+b") as file:
+                    file.seek(at)
+                    file.write(b"X")
+                damaged += 1
+        assert damaged == 1
+        assert checkpointer.read(1, "note") == text
+        loaded = {"a": torch.zeros(4), "note": ""}
+        assert checkpointer.load(loaded) == 1
+        assert loaded["note"] == text

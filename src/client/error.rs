@@ -29,6 +29,9 @@ pub enum ClientError {
         /// The last failure.
         reason: String,
     },
+    /// No catalogue is known to the daemon that was asked.
+    #[error("no daemon serves the catalogue just now")]
+    NoCatalogue,
     /// Nothing is committed as the step.
     #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
     NoStep {
@@ -210,7 +213,7 @@ impl ClientError {
     /// What kind of failure this is.
     pub fn kind(&self) -> Kind {
         match self {
-            ClientError::Unreachable { .. } => Kind::Unavailable,
+            ClientError::Unreachable { .. } | ClientError::NoCatalogue => Kind::Unavailable,
             ClientError::NoStep { .. }
             | ClientError::Removed { .. }
             | ClientError::NoShard { .. }

@@ -466,6 +466,15 @@ impl Client {
         Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy })
     }
 
+    /// Returns how many of the newest steps of a job the cluster's policy keeps; `None`: it retires none of them.
+    pub async fn retention(&self, job: &Job) -> Result<Option<u32>, ClientError> {
+        let hello = self.ask(&Hello { me: None }).await?;
+        let home = hello.catalogue.ok_or(ClientError::NoCatalogue)?;
+        let policy = self.caller().call(&home, &PolicyStatus {}).await?;
+        let own = policy.rules.iter().find(|rule| rule.job.as_ref() == Some(job));
+        Ok(own.or(policy.rules.first()).and_then(|rule| rule.keep_newest))
+    }
+
     /// Closes all connections.
     pub async fn close(&self) {
         self.inner.transport.close().await;

@@ -36,8 +36,9 @@ use crate::wire::calls::{
 
 /// Shards under way at once.
 const SHARDS_AT_ONCE: usize = 4;
-/// Stripes of one shard under way at once: while the records of one are written, the blocks of the next are on their way.
-const STRIPES_OF_A_SHARD: usize = 2;
+/// Stripes of one shard under way at once: while the slowest blocks of one are on their way, and its records, the links of the other nodes
+/// are not idle. A single large shard, as a trainer saves it, has all that a save may have.
+const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
 /// Stripes of a save under way at once. A stripe has at most 6 blocks under way; each has two chunks of 256 KiB in memory, unless the
 /// source hands out its own memory, and what the transport has not been acknowledged.
 const STRIPES_AT_ONCE: usize = 4;

@@ -276,7 +276,9 @@ impl Node {
     /// What the sealed shards of a save amount to.
     async fn sealed(&self, call: &Commit, generation: Generation) -> Result<Saved, Failure> {
         let roots = shard_roots(&*self.catalogue(), call.save).await?;
-        let complete = roots.len() == call.shards as usize
+        // A checkpoint has a shard: without this, a commit of none would decide a save that has just begun.
+        let complete = call.shards > 0
+            && roots.len() == call.shards as usize
             && (0..)
                 .zip(&roots)
                 .all(|(index, root)| root.index == index && root.shards == call.shards);

@@ -7,10 +7,10 @@ use anyhow::{Context, Result, anyhow};
 
 use crate::python::{Environment, Unable, run};
 
-/// The record and its pictures.
-const OUT: &str = "docs/benchmarks";
+/// The record, and the folder of its pictures.
+const OUT: [&str; 2] = ["benches/record/trainers.json", "docs/benchmarks"];
 /// A short run is no record.
-const SHORT_OUT: &str = "target/bench";
+const SHORT_OUT: [&str; 2] = ["target/bench/trainers.json", "target/bench"];
 /// What the tests do not need: the reference of a hash, and a library for pictures.
 const PACKAGES: [&str; 2] = ["blake3", "matplotlib"];
 
@@ -37,9 +37,10 @@ fn measure(root: &Path, arguments: &[&str]) -> Result<()> {
     packages.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     run(packages.args(PACKAGES))?;
     environment.install(&environment.wheel("release")?)?;
-    let out = if arguments.contains(&"--short") { SHORT_OUT } else { OUT };
+    let [record, pictures] = if arguments.contains(&"--short") { SHORT_OUT } else { OUT };
     let mut program = environment.command("python");
-    program.args(["-P", "-m", "trainers", "--out"]).arg(root.join(out)).args(arguments);
+    program.args(["-P", "-m", "trainers", "--record"]).arg(root.join(record));
+    program.arg("--pictures").arg(root.join(pictures)).args(arguments);
     // Beside the measures stands no folder of the package: what is measured is the installed one.
     program.env("PYTHONPATH", root.join("python/benchmarks"));
     run(&mut program).context("the measures")

@@ -27,10 +27,11 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=MEASURES, help="measure only these")
     parser.add_argument("--short", action="store_true", help="a small state, twice: whether it works, not how fast")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of trainers.json and the pictures")
+    parser.add_argument("--record", type=Path, required=True, help="the file of the measures; other measures in it stay")
+    parser.add_argument("--pictures", type=Path, required=True, help="the folder of the pictures")
     parser.add_argument("--plot", action="store_true", help="only draw the pictures again")
     options = parser.parse_args()
-    file = options.out / "trainers.json"
+    file = options.record
     if not options.plot:
         repeats, large_bytes = (2, 256 << 10) if options.short else (options.repeats, state.LARGE_BYTES)
         settings = {
@@ -43,7 +44,7 @@ def main() -> None:
                 command = f"cargo xtask bench trainers --only {name}" + " --short" * options.short
                 keep([measure], file, command, settings)
                 say(f"{measure.name}: ratio {measure.ratio} spread {measure.spread} met {measure.is_met} {measure.facts}")
-    report(file, options.out)
+    report(file, options.pictures)
     print(file)
 
 

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
+#: The table of the page stands between these.
+BEGIN, END = "<!-- table -->", "<!-- end -->"
+
+
 def _text_of(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
@@ -34,9 +38,14 @@ def table(record: dict[str, Any]) -> str:
 
 
 def report(file: Path, folder: Path) -> None:
-    """Prints the table and draws the pictures beside the record."""
+    """Prints the table, writes it into the page, and draws the pictures beside that."""
     record = json.loads(file.read_text())
     print(table(record))
+    page = folder / "trainers.md"
+    if page.is_file():
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        page.write_text(f"{before}{BEGIN}\n{table(record)}{END}{after}")
     try:
         import matplotlib
     except ImportError:

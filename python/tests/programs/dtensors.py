@@ -1,6 +1,6 @@
 """Four ranks save tensors of many placements and load them again, then one rank alone loads them whole.
 
-usage: dtensors.py CONFIG JOB save|whole|partial|shapes|differ
+usage: dtensors.py CONFIG JOB save|whole|partial|shapes|differ|redistribute
 """
 
 from __future__ import annotations
@@ -85,6 +85,14 @@ def main() -> None:
         for name, expected in state_of(whole).items():
             assert torch.equal(loaded[name].to_local(), expected.to_local()), name
         print(f"rank {dist.get_rank()} is equal")
+    elif part == "redistribute":
+        mesh = init_device_mesh("cpu", (4,))
+        spread = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Shard(0)])
+        checkpointer.prepare({"spread": spread})
+        try:
+            checkpointer.save(1, {"spread": spread.redistribute(mesh, [Shard(1)])})
+        except rapidraid.errors.InvalidError as error:
+            print(f"rank {dist.get_rank()} refused: {error}")
     elif part == "differ":
         content = torch.full((100_000,), float(dist.get_rank() == 2))
         pairs = init_device_mesh("cpu", (2, 2))

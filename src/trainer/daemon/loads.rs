@@ -20,7 +20,7 @@ use crate::format::table::Table;
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{
-    Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Resumed,
+    Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Place, Resumed,
 };
 
 /// Loads that one connection may have open.
@@ -236,6 +236,25 @@ impl StagingDaemon {
         });
         saves.sort_unstable();
         Ok(saves)
+    }
+
+    /// Refuses a launch's `keep` where the cluster's policy retires steps of the job too: of two owners one would be wrong.
+    pub(super) async fn check_keep(self: &Arc<Self>, place: &Place) -> Result<(), Failure> {
+        let keep = self.with(|core| core.keep_of(place));
+        if keep == 0 {
+            return Ok(());
+        }
+        let newest = self.client.retention(&place.job).await.map_err(|error| {
+            let message = format!("the cluster does not say what its policy keeps: {error}");
+            Failure::new(error.kind(), message, error.hint().unwrap_or_default())
+        })?;
+        let Some(newest) = newest else { return Ok(()) };
+        let message = format!(
+            "keep={keep} for {}, of which the cluster's policy keeps the newest {newest}",
+            place.job
+        );
+        let hint = "leave keep out, or take keep_newest out of the policy of the nodes";
+        Err(Failure::new(Kind::Invalid, message, hint))
     }
 
     /// The step of a load. All ranks of a launch get one answer to their n-th load. What is in memory counts as committed only when the

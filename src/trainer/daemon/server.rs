@@ -412,6 +412,7 @@ impl StagingDaemon {
         if self.with(|core| core.unchecked(member)).is_none() {
             return Ok(None);
         }
+        self.check_keep(&place).await?;
         let committed = self.committed_saves(&place.job).await?;
         let newest = committed.last().map(|(step, _)| *step);
         // Also those that were committed since the launch loaded: it goes on from before them.

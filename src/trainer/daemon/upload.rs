@@ -70,7 +70,7 @@ impl StagingDaemon {
 
     async fn save_until_over(self: &Arc<Self>, key: &StepKey) {
         let queue = self.queue_of(&key.job);
-        let mut pause = PAUSES.0;
+        let (mut pause, mut last_reason) = (PAUSES.0, String::new());
         loop {
             // Steps of a job are saved one after the other, in the order in which they became staged. One that failed lets the next have
             // its turn.
@@ -87,7 +87,11 @@ impl StagingDaemon {
                     return self.with(|core| core.drop_step(key, failure));
                 }
                 Attempt::Later(reason) => {
-                    tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
+                    // An outage of hours is one line, not one for each attempt.
+                    if reason != last_reason {
+                        tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
+                        last_reason.clone_from(&reason);
+                    }
                     self.with(|core| core.troubled(key, reason));
                 }
             }

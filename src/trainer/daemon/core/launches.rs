@@ -319,6 +319,12 @@ impl Core {
         launch.committed_before.is_none().then(|| (place.clone(), launch.resumed))
     }
 
+    /// How many committed steps a launch keeps; 0: all.
+    pub fn keep_of(&self, place: &Place) -> u32 {
+        let launches = self.jobs.get(&place.job).map(|job| &job.launches);
+        launches.and_then(|launches| launches.get(&place.launch)).map_or(0, |launch| launch.keep)
+    }
+
     /// Tells which committed steps a launch found and did not abandon, and which was the newest.
     pub fn checked(&mut self, place: &Place, committed: BTreeSet<Step>, newest: Option<Step>) {
         if let Some(launch) = self.launch_mut(place) {

@@ -38,11 +38,11 @@ def connect(config: Path, timeout: float, start: bool) -> _native.Session:
     except NoDaemonError:
         if not start:
             raise
-    _start(config, max(until - time.monotonic(), 1.0))
+    start_daemon(config, max(until - time.monotonic(), 1.0))
     return _native.Session(directory, token, max(until - time.monotonic(), 1.0))
 
 
-def _start(config: Path, timeout: float) -> None:
+def start_daemon(config: Path, timeout: float) -> None:
     """Starts a daemon that outlives this process. Several ranks may do so at once: one daemon stays."""
     command = [program(), "stage", "--detach", "--config", str(config.resolve())]
     try:

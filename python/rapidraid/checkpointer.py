@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,8 +19,19 @@ from typing import Any, Literal
 from . import _native
 from ._load import LoadChoices, Private, load_into, read_one
 from ._plan import Plan, make_plan, raise_together
-from ._program import connect
-from .errors import BusyError, CorruptError, DeadlineError, ExistsError, InvalidError, NotFoundError, RapidraidError, of_code
+from ._program import connect, start_daemon
+from .errors import (
+    BusyError,
+    CorruptError,
+    DeadlineError,
+    ExistsError,
+    InvalidError,
+    NoDaemonError,
+    NotFoundError,
+    RapidraidError,
+    UnavailableError,
+    of_code,
+)
 from .state import Flat, flatten
 
 log = logging.getLogger("rapidraid")
@@ -150,8 +162,10 @@ class Checkpointer:
         self._saved: list[int] = []
         self._is_closed = False
         _sessions.add(self)
+        #: The handlers before this one, put back at the end.
+        self._handlers: dict[signal.Signals, Any] = {}
         for number in (save_on,) if isinstance(save_on, signal.Signals) else save_on:
-            signal.signal(number, self._on_signal)
+            self._handlers[number] = signal.signal(number, self._on_signal)
 
     @property
     def rank(self) -> int:
@@ -306,11 +320,25 @@ class Checkpointer:
         log.debug("step %d is committed as save %s", step, save)
         return notes + [warning for of, warning in self._raise_notices() if of == step]
 
+    def _notices(self) -> list[tuple[int, tuple[int, str, str] | None, str]]:
+        """Asks the daemon what went wrong. Starts one when it has died: that one finds what was staged."""
+        for _ in range(2):
+            try:
+                return self._daemon.notices(self.timeout)
+            except NoDaemonError:
+                if not self._start:
+                    raise
+                log.warning("the staging daemon is gone: it is started again")
+                start_daemon(self._config, self.timeout)
+            except UnavailableError as error:
+                log.warning("%s", error.message)
+        return self._daemon.notices(self.timeout)
+
     def _raise_notices(self) -> list[tuple[int, str]]:
         """Raises the first failure that the daemon tells of and logs everything once. Returns the warnings, each with its step."""
         warnings: list[tuple[int, str]] = []
         first: RapidraidError | None = None
-        for step, failure, warning in self._daemon.notices(self.timeout):
+        for step, failure, warning in self._notices():
             if failure is None:
                 log.warning("step %d: %s", step, warning)
                 warnings.append((step, warning or ""))
@@ -419,6 +447,10 @@ class Checkpointer:
     def _end(self) -> None:
         self._is_closed = True
         self._drop_plan()
+        for number, handler in self._handlers.items():
+            # Another one may have been set since.
+            if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         try:
             self._session.leave(LEAVE_S)
         except RapidraidError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import rapidraid
 from rapidraid import errors
+from rapidraid._program import program
 
 torch = pytest.importorskip("torch")
 
@@ -326,3 +328,35 @@ def test_retention_has_one_owner() -> None:
         assert "leave keep out" in raised.value.hint
         with rapidraid.Checkpointer("retired", config=cluster.config) as other:
             other.save(1, state)
+
+
+def test_a_daemon_that_died_is_started_again(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """The next save starts one, and it finds what the one before it had."""
+    config = cluster.config.with_name(f"{job}.toml")
+    folder = Path(f"{cluster.staging}-{job}")
+    config.write_text(cluster.config.read_text().replace(str(cluster.staging), str(folder)))
+
+    def kill() -> None:
+        held = json.loads(rapidraid.cluster._run([program(), "stage", "--status", "--json", "--config", str(config)]))
+        os.kill(held["pid"], signal.SIGKILL)
+
+    checkpointer = rapidraid.Checkpointer(job, config=config)
+    try:
+        checkpointer.save(1, {"a": torch.ones(4)})
+        checkpointer.wait()
+        kill()
+        checkpointer.save(2, {"a": torch.full((4,), 2.0)})
+        checkpointer.wait()
+        assert [info.step for info in checkpointer.steps()] == [1, 2]
+    finally:
+        checkpointer.close()
+        kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_signals_are_given_back(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """After the end a signal does what it did before."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with rapidraid.Checkpointer(job, config=cluster.config, save_on=signal.SIGUSR1):
+        assert signal.getsignal(signal.SIGUSR1) != before
+    assert signal.getsignal(signal.SIGUSR1) == before

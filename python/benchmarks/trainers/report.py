@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-
 #: The table of the page stands between these.
 BEGIN, END = "<!-- table -->", "<!-- end -->"
 

@@ -71,7 +71,7 @@ def _ratios(record: dict[str, Any], file: Path) -> None:
             axes.scatter([limit], [at], marker="|", s=260, color="black", zorder=2)
     axes.axvline(1.0, color="#757575", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(measures)), [measure["title"].replace("`", "").replace("*", "") for measure in measures])
-    axes.set_xlabel("times the reference in the same run: median (dot), smallest to largest (grey), bar (black)")
+    axes.set_xlabel("times the reference in the same run\nmedian (dot), smallest to largest (grey), bar (black)")
     axes.set_xlim(left=0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

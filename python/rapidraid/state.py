@@ -278,7 +278,7 @@ class _Walk:
         names, _ = value.__tensor_flatten__()
         self.leaf((*keys, WRAPPED), [type(value).__qualname__, list(names)], is_private, None)
         for name in names:
-            # What is inside is filled in place.
+            # The inner tensors are filled in place.
             self.tensor((*keys, (0, name)), getattr(value, name), is_private, None, flags)
 
     def sequence(self, keys: Keys, items: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
@@ -325,7 +325,7 @@ class _Walk:
                     private = private and not is_dtensor(value)
                 self.tensor(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
             else:
-                # What the module made for its state_dict is given back to it by load_state_dict.
+                # The module made this entry for its state_dict, and takes it back by load_state_dict.
                 extra[name] = value
                 self.value(below, value, is_private if is_private is not None or self.world > 1 else False, _setter(extra, name))
         if extra:

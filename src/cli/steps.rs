@@ -61,7 +61,7 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 
 struct Steps(Vec<StepView>);
 
-/// What is known of a step without looking into it.
+/// The summary of a step in a list.
 pub fn step_json(view: &StepView) -> Map<String, Value> {
     let saved = &view.saved;
     let fields = json!({

@@ -29,7 +29,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
 
 struct Tensors {
     index: Index,
-    /// Only names that fit are listed.
+    /// Selects the names that are listed.
     pattern: WildMatch,
 }
 

@@ -12,7 +12,7 @@ use crate::wire::calls::StepView;
 /// The longest index that is read at once.
 const MAX_INDEX_BYTES: u64 = 1 << 30;
 
-/// What a checkpoint holds, by name.
+/// The names in a checkpoint, and where their bytes are.
 #[derive(Debug, Clone)]
 pub struct Index {
     /// The step.

@@ -54,7 +54,7 @@ def state_of(fill: Any) -> dict[str, DTensor]:
         "scalar": (line, [Replicate()]),
     }
     made = {name: distribute_tensor(fill(name), mesh, placements) for name, (mesh, placements) in layouts.items()}
-    # What FSDP over tensor parallelism makes: the inner mesh dimension cuts first.
+    # FSDP over tensor parallelism lays a tensor out like this: the inner mesh dimension cuts first.
     full, rank = fill("strided"), dist.get_rank()
     inner = full.chunk(2)[rank % 2]
     local = inner.chunk(2)[rank // 2].contiguous()

@@ -4,7 +4,7 @@ use clap::Subcommand;
 
 use super::Connect;
 
-/// What there is to do with the catalogue.
+/// The commands for the catalogue.
 #[derive(Debug, Subcommand)]
 pub enum Catalogue {
     /// Make a lost catalogue again from what the nodes hold

@@ -61,7 +61,7 @@ pub enum AssembleError {
 }
 
 impl AssembleError {
-    /// What kind of failure this is: `Invalid` or `Corrupt` when the step is at fault, and trying again does not help.
+    /// Returns the kind of the failure. `Invalid` and `Corrupt` mean that the step is at fault; trying again does not help.
     pub fn kind(&self) -> Kind {
         use std::io::ErrorKind::{NotFound, UnexpectedEof};
         match self {

@@ -22,7 +22,7 @@ use crate::trainer::protocol::{Failure, Part};
 /// How long a step that nobody uses stays in memory: ranks of a launch do not ask at the same moment.
 const KEPT: Duration = Duration::from_secs(60);
 
-/// What is read from the cluster, or was, by job, step and save.
+/// Steps that are being read from the cluster or are kept after that, by job, step and save.
 pub type Fetches = BTreeMap<(Job, Step, SaveId), Arc<Fetch>>;
 
 /// A step that is being read from the cluster, or was.
@@ -198,7 +198,7 @@ impl StagingDaemon {
         bytes
     }
 
-    /// What was read is damaged: whoever asks next reads it once more.
+    /// Forgets a step whose bytes in memory are damaged. The next load reads it from the cluster again.
     pub(super) fn forget_fetched(&self, fetched: &Arc<Fetched>) {
         let mut fetches = self.fetches();
         let is_it = |fetch: &Fetch| match fetch.end() {

@@ -120,7 +120,7 @@ impl StagingDaemon {
         }
         let limit = Duration::from_millis(load.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
-        // What ranks that are gone have written counts before it is said what there is to load.
+        // The headers of ranks that are gone count too, so they are read before the step to load is chosen.
         self.accept_headers(None);
         let (newest, found) = loop {
             let changes = self.with(|core| core.changes(&load.job));

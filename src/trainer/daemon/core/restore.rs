@@ -140,7 +140,7 @@ impl Core {
     pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
         let state = self.jobs.get(job)?;
         let record = |id: &LaunchId| state.launches.get(id).map(|launch| launch.record(*id));
-        // What an older launch may not save again does not matter any more.
+        // The ends of an older launch's steps are forgotten: it saves nothing any more.
         let old = |id: &LaunchId| Some(LaunchRecord { committed_before: None, ..record(id)? });
         Some(JobRecord {
             job: job.clone(),

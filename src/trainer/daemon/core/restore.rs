@@ -140,7 +140,7 @@ impl Core {
     pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
         let state = self.jobs.get(job)?;
         let record = |id: &LaunchId| state.launches.get(id).map(|launch| launch.record(*id));
-        // The ends of an older launch's steps are forgotten: it saves nothing any more.
+        // An older launch saves nothing any more: the steps that it may not save again are not kept.
         let old = |id: &LaunchId| Some(LaunchRecord { committed_before: None, ..record(id)? });
         Some(JobRecord {
             job: job.clone(),

@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::sockopt::PeerCredentials;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use rustix::process::{PidfdFlags, Uid, getpid, pidfd_open};
 
 use super::error::StagingError;
 use super::frames::{Frame, Incoming, Outgoing};
@@ -421,23 +422,24 @@ fn connect(
     Ok((connection, answer))
 }
 
+/// Returns the user of the process at the other end. Its process id is not asked for: it is 0 where the process belongs to another
+/// container, and `socket_peercred` of rustix takes no such id.
+pub(crate) fn user_of_peer(socket: &impl AsFd) -> std::io::Result<Uid> {
+    let peer = nix::sys::socket::getsockopt(socket, PeerCredentials)?;
+    Ok(Uid::from_raw(peer.uid()))
+}
+
 /// The daemon must be of this user.
 fn check_peer(socket: &UnixStream, dir: &Path) -> Result<(), StagingError> {
     let own = rustix::process::geteuid();
-    match rustix::net::sockopt::socket_peercred(socket) {
-        Ok(peer) if peer.uid == own => Ok(()),
-        Ok(peer) => Err(StagingError::Untrusted {
-            dir: dir.to_owned(),
-            problem: format!(
-                "has a socket of user {}, not of user {}",
-                peer.uid.as_raw(),
-                own.as_raw()
-            ),
-        }),
-        Err(error) => {
-            Err(StagingError::Untrusted { dir: dir.to_owned(), problem: error.to_string() })
+    let problem = match user_of_peer(socket) {
+        Ok(user) if user == own => return Ok(()),
+        Ok(user) => {
+            format!("has a socket of user {}, not of user {}", user.as_raw(), own.as_raw())
         }
-    }
+        Err(error) => error.to_string(),
+    };
+    Err(StagingError::Untrusted { dir: dir.to_owned(), problem })
 }
 
 /// Sends a message and receives the next one.

@@ -7,7 +7,7 @@ use rapidraid::trainer::daemon::trace::TracePoint;
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::launch::{Launch, Plan, Trainer};
+use crate::launch::{Launch, Plan, Trainer, has_containers};
 use crate::machine::Cluster;
 use crate::stage::Stage;
 use crate::{Cell, cells};
@@ -17,6 +17,7 @@ pub const CELLS: &[Cell] = cells![
     a_daemon_that_stands_still_is_one_in_time,
     a_token_is_asked_for,
     a_folder_that_others_enter_is_refused,
+    containers_share_a_daemon,
     one_daemon_for_a_folder,
     full_memory_is_told_and_keeps_the_resume_point,
     a_rank_whose_prepare_failed_is_seen_to_end,
@@ -106,6 +107,27 @@ fn a_folder_that_others_enter_is_refused(cluster: &Cluster, _: &str) {
     let permissions = std::fs::Permissions::from_mode(0o750);
     std::fs::set_permissions(stage.dir(), permissions).unwrap();
     stage.run(&[]).fails(1, &["mode 0750", "0700"]);
+}
+
+fn containers_share_a_daemon(cluster: &Cluster, job: &str) {
+    if !has_containers() {
+        eprintln!("{job}: skipped, because `unshare --pid` needs root");
+        return;
+    }
+    let mut stage = Stage::folder(cluster, "64MiB", &[]);
+    stage.restart_in_container();
+    let mut launch = Launch::start(&stage, &Plan::new(job, 2));
+    launch.ranks[1] = Trainer::in_container(&stage.dir());
+    launch.prepare();
+    launch.save(10);
+    launch.wait(10);
+    assert_eq!(stage.committed(job), [10]);
+    // The end of a process in a container is seen like that of any other.
+    launch.fill(0, 20);
+    launch.ranks[1].kill();
+    stage.until("rank 1 is seen to have ended", || stage.state(job, 20).is_none());
+    assert_eq!(stage.load(job, None).unwrap().unwrap().step, 10);
+    stage.assert_sound();
 }
 
 fn one_daemon_for_a_folder(cluster: &Cluster, _: &str) {

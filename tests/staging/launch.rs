@@ -57,6 +57,24 @@ pub fn trainer_command(folder: &Path) -> Command {
     command
 }
 
+/// The same command with process ids of its own, as in a container: processes outside have the id 0 for it.
+pub fn in_container(command: &Command) -> Command {
+    let mut inside = Command::new("unshare");
+    inside.args(["--pid", "--fork", "--kill-child=KILL", "--mount-proc"]);
+    inside.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        value.map(|value| inside.env(name, value));
+    }
+    command.get_current_dir().map(|folder| inside.current_dir(folder));
+    inside
+}
+
+/// Returns whether this machine lets us make containers: only root may.
+pub fn has_containers() -> bool {
+    let mut command = in_container(&Command::new("true"));
+    command.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+}
+
 /// Sends the lines that a trainer marks, from a thread of its own.
 pub fn listen(child: &mut Child, told: impl Fn(Value) + Send + 'static) {
     let stdout = BufReader::new(child.stdout.take().unwrap());
@@ -74,7 +92,16 @@ impl Trainer {
     pub fn start(folder: &Path, token: Option<&Path>) -> Self {
         let mut command = trainer_command(folder);
         token.into_iter().for_each(|token| drop(command.env(TOKEN, token).get_envs()));
-        let mut child = command.spawn().unwrap();
+        Self::spawn(command)
+    }
+
+    /// Starts one that no other container sees.
+    pub fn in_container(folder: &Path) -> Self {
+        Self::spawn(in_container(&trainer_command(folder)))
+    }
+
+    fn spawn(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (tell, lines) = mpsc::channel();
         listen(&mut child, move |line| drop(tell.send(line)));
         Self { child, lines }

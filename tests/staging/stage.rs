@@ -13,6 +13,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::content::{self, Loaded};
+use crate::launch::in_container;
 use crate::machine::{Cluster, Daemon, Ended, exit_code, program, run};
 use crate::watch::Watch;
 
@@ -89,6 +90,13 @@ impl<'a> Stage<'a> {
         self.launch();
         let daemon = self.daemon.take().unwrap();
         self.daemon = Some(daemon.ready());
+    }
+
+    /// Starts the daemon in a container: it has no process outside for its parent, and its session is led by none inside.
+    pub fn restart_in_container(&mut self) {
+        self.bury();
+        let command = in_container(&self.command(&[]));
+        self.daemon = Some(Daemon::told(command, self.watch.listener()).ready());
     }
 
     /// Starts the daemon and does not wait until it is ready.

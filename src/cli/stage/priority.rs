@@ -5,10 +5,11 @@
 use std::io;
 use std::num::NonZero;
 
-use rustix::process::{getpid, getpriority_process, getsid, setpriority_process};
+use rustix::process::{getpriority_process, setpriority_process};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 const AUTOGROUP: &str = "/proc/self/autogroup";
+const STAT: &str = "/proc/self/stat";
 /// Threads that carry packets of saves, at most.
 const MAX_THREADS: usize = 8;
 
@@ -61,7 +62,7 @@ fn lower_thread(nice: i32) -> io::Result<()> {
 
 /// Gives the daemon's session at least this nice value, where there are autogroups and the session is the daemon's own.
 pub fn lower_session(nice: i32) {
-    if getsid(None) != Ok(getpid()) {
+    if !std::fs::read_to_string(STAT).is_ok_and(|text| leads_its_session(&text)) {
         return;
     }
     let Ok(text) = std::fs::read_to_string(AUTOGROUP) else { return };
@@ -71,6 +72,14 @@ pub fn lower_session(nice: i32) {
     {
         tracing::warn!(%error, "the daemon's session has the weight of any other: {AUTOGROUP}");
     }
+}
+
+/// Reads a line of proc_pid_stat(5): process id, name in brackets, state, parent, group, session. The session is 0 where its leader
+/// belongs to no process of this container. `getsid` of rustix takes no such id.
+fn leads_its_session(text: &str) -> bool {
+    let Some((start, fields)) = text.rsplit_once(')') else { return false };
+    let process = start.split_whitespace().next();
+    process.is_some() && process == fields.split_whitespace().nth(3)
 }
 
 /// Reads `/autogroup-501 nice 0`.
@@ -94,6 +103,17 @@ mod tests {
         });
         assert_eq!((nice, blocking), (before + 3, before + 3));
         assert_eq!(getpriority_process(None).unwrap(), before);
+    }
+
+    #[test]
+    fn the_leader_of_a_session_is_known() {
+        assert!(leads_its_session("3 (cat) R 1 3 3 0 -1 4194304"));
+        assert!(leads_its_session("3 (a) b (c) R 1 3 3 0 -1"));
+        assert!(!leads_its_session("2 (cat) R 1 0 0 0 -1 4194304"));
+        assert!(!leads_its_session("2 (cat) R 1 2 1 0 -1"));
+        for text in ["", ")", "2 (cat", "2 (cat) R 1"] {
+            assert!(!leads_its_session(text), "{text}");
+        }
     }
 
     #[test]

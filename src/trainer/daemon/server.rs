@@ -23,6 +23,7 @@ use crate::trainer::protocol::{
     Answer, Failure, Hello, HelloAnswer, OLDEST, Pending, Place, Prepare, Request, Status,
     StepInfo, VERSION, parse, to_bytes,
 };
+use crate::trainer::session::user_of_peer;
 
 /// Connections at once; more are closed at once.
 const MAX_CONNECTIONS: usize = 256;
@@ -139,7 +140,7 @@ impl StagingDaemon {
     }
 
     async fn serve_one(self: Arc<Self>, socket: UnixStream) -> std::io::Result<()> {
-        let peer_user = rustix::net::sockopt::socket_peercred(socket.as_fd())?.uid;
+        let peer_user = user_of_peer(&socket)?;
         let mut connection =
             Connection { socket, incoming: Incoming::with_descriptors(MAX_RECEIVED) };
         let clock = self.clock.clone();

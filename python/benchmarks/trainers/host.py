@@ -17,7 +17,7 @@ import rapidraid
 
 from . import state as states
 from .beds import Host
-from .memory import Peak, pss_bytes
+from .memory import GroupPeak, Peak, pss_bytes
 from .record import Measure, say
 from .trainer import Ranks
 from .training import Training
@@ -181,7 +181,11 @@ def memory(repeats: int, large_bytes: int) -> Iterator[Measure]:
         dcp.save(state, checkpoint_id=folder / "dcp")  # type: ignore[attr-defined]
         with Host(block="4MiB") as bed:
             before = pss_bytes(os.getpid())
-            with Peak(bed.staging_pid) as peak, rapidraid.Checkpointer("load", config=bed.config, keep=1) as checkpointer:
+            with (
+                GroupPeak(bed.staging_pid) as group,
+                Peak(bed.staging_pid) as peak,
+                rapidraid.Checkpointer("load", config=bed.config, keep=1) as checkpointer,
+            ):
                 checkpointer.prepare(state)
                 plan = checkpointer._plan
                 assert plan is not None
@@ -197,10 +201,14 @@ def memory(repeats: int, large_bytes: int) -> Iterator[Measure]:
                     load.add("load again", seconds(checkpointer.load, state, step))
                     load.add("safetensors", seconds(lambda: _into(state, load_file(folder / "state.safetensors"))))
                     load.add("dcp", seconds(lambda: dcp.load(state, checkpoint_id=folder / "dcp")))  # type: ignore[attr-defined]
+                    with Peak(os.getpid(), 0.002) as own:
+                        checkpointer.load(state, step)
+                    load.facts["load_peak_bytes"] = max(load.facts.get("load_peak_bytes", 0), own.bytes - own.first_bytes)
                     if step == 1:
                         load.facts["trainer_beyond_segments_bytes"] = pss_bytes(os.getpid()) - before - segments
                     say(f"load: {load.arms['load'][-1]:.3f} s beside {load.arms['memcpy+blake3'][-1]:.3f} s")
             load.facts["daemon_peak_beyond_segments_bytes"] = peak.bytes
+            load.facts["daemon_group_peak_bytes"] = group.bytes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     yield load

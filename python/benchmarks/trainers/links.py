@@ -105,7 +105,7 @@ def share(repeats: int, large_bytes: int) -> Iterator[Measure]:
 
 
 def _is_committed(bed: Links, job: str, step: int) -> bool:
-    found = json.loads(bed.command("ls", job, "--json"))["checkpoints"]
+    found = json.loads(bed.command("ls", job, "--json"))["steps"]
     return any(checkpoint["step"] == step for checkpoint in found)
 
 

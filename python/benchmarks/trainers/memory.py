@@ -1,7 +1,8 @@
-"""Memory of processes: proportional set sizes, sampled."""
+"""Memory of processes: proportional set sizes, sampled, and the peak of a control group."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -22,7 +23,8 @@ class Peak:
     """Samples what a process holds beside shared memory until it is left."""
 
     def __init__(self, pid: int, period_s: float = 0.05) -> None:
-        self.pid, self.period_s, self.bytes = pid, period_s, 0
+        self.pid, self.period_s = pid, period_s
+        self.first_bytes = self.bytes = _rollup(pid, "Pss_Anon")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -37,3 +39,37 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+
+
+class GroupPeak:
+    """Puts a process into a control group of its own and takes the peak of its memory; ``None`` where no group can be made.
+
+    A group counts also page cache, sockets, and shared memory that the process touches first.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.bytes: int | None = None
+        first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+        self._parent = first if first.is_dir() else second
+        self._group = self._parent / f"rapidraid-bench-{pid}"
+        self._peak = self._group / ("memory.max_usage_in_bytes" if first.is_dir() else "memory.peak")
+        # What the process has already stays with its old group.
+        self._before = _rollup(pid, "Pss_Anon")
+        self._is_made = False
+
+    def __enter__(self) -> GroupPeak:
+        try:
+            self._group.mkdir()
+            (self._group / "cgroup.procs").write_text(str(self.pid))
+            self._is_made = self._peak.is_file()
+        except OSError:
+            self._is_made = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_made:
+            self.bytes = self._before + int(self._peak.read_text())
+        with contextlib.suppress(OSError):
+            (self._parent / "cgroup.procs").write_text(str(self.pid))
+            self._group.rmdir()

@@ -23,6 +23,8 @@ mod launch;
 mod launches;
 #[path = "staging/ledger.rs"]
 mod ledger;
+#[path = "staging/ranges.rs"]
+mod ranges;
 #[path = "staging/rank.rs"]
 mod rank;
 #[path = "staging/role.rs"]
@@ -129,6 +131,11 @@ fn launches_take_over_in_order() {
 #[test]
 fn bad_input_is_refused_with_a_hint() {
     play(input::CELLS);
+}
+
+#[test]
+fn a_part_of_a_step_is_read_by_ranges() {
+    play(ranges::CELLS);
 }
 
 #[test]

@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import _native
 from .errors import CorruptError, InvalidError, NotFoundError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Keys, Leaf, Maker, flatten, is_array, is_tensor, show
-from .tensors import address, describe, is_fillable, nbytes, new_tensor, put_scratch, scratch_like
+from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, Maker, flatten, is_array, is_tensor, show
+from .tensors import address, check_writable, describe, is_fillable, nbytes, new_tensor, put_scratch, scratch_like
+
+log = logging.getLogger("rapidraid")
 
 #: A name of a checkpoint: rank or nothing, keys, kind, element type, bits, shape, flags.
 Name = tuple[int | None, list[tuple[int, Any]], str, str, int, list[int], int]
+
+
+#: A row of a name, a box or nothing, an address, and a length.
+Target = tuple[int, tuple[list[int], list[int]] | None, int, int]
+#: A load by ranges pays off while less than this part of a step is wanted; otherwise the whole step is read once, in order.
+WORTH_RANGES = 0.25
+
+
+class ReadWholeError(Exception):
+    """So much of the step is wanted that all of it should be read."""
+
+
+@dataclass
+class Reader:
+    """A step that is being loaded, and how its bytes come here."""
+
+    session: _native.Session
+    loaded: _native.LoadedStep
+    #: Processes that load the same at the same time.
+    readers: int
+    timeout: float
+
+    def check_wanted(self, targets: list[Target], names: list[int]) -> None:
+        """Raises :class:`ReadWholeError` where a load by ranges is a waste. Says why it is one otherwise."""
+        is_by_ranges, why = self.loaded.by_ranges
+        if not is_by_ranges:
+            return
+        total, wanted = self.loaded.wanted_bytes(targets, names)
+        if why:
+            log.warning("step %d is read in parts, by each rank for itself: %s", self.loaded.number, why)
+        elif wanted * self.readers >= total * WORTH_RANGES:
+            raise ReadWholeError
+        else:
+            log.info("step %d: %d of %d bytes are wanted, and only they are read", self.loaded.number, wanted, total)
+
+    def windows(self, targets: list[Target], names: list[int]) -> Iterator[list[int]]:
+        """Gets the bytes of targets or names. Yields the places of those of which bytes are here now."""
+        for extents, places in self.loaded.windows(targets, names):
+            if extents:
+                self.session.read_extents(self.loaded, extents, self.timeout)
+            yield places
+
+    def copy(self, targets: list[Target]) -> str | None:
+        """Copies to all targets. Returns ``None``, or the name of what is damaged."""
+        for places in self.windows(targets, []):
+            damaged = self.loaded._copy([targets[at] for at in places], _threads())
+            if damaged is not None:
+                return damaged
+        return None
+
+    def content(self, row: int) -> bytes:
+        """Returns the bytes of a plain value."""
+        for _ in self.windows([], [row]):
+            return self.loaded.content(row)
+        return b""
 
 
 def _threads() -> int:
@@ -48,11 +106,12 @@ class LoadChoices:
     allow_pickle: bool
 
 
-def load_into(loaded: _native.LoadedStep, state: Mapping[Any, Any], rank: int, world: int, choices: LoadChoices) -> str | None:
+def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, choices: LoadChoices) -> str | None:
     """Loads a step into a state, in place. Returns ``None``, or the name of what is damaged.
 
     Nothing is changed before everything was found to fit.
     """
+    loaded = reader.loaded
     strict, include, private = choices.strict, choices.include, choices.private
     names = _Names(loaded)
     flat = flatten(state, world)
@@ -75,7 +134,7 @@ def load_into(loaded: _native.LoadedStep, state: Mapping[Any, Any], rank: int, w
         key for key in names.rows
         if key not in used and key[0] in (None, source_rank) and (include is None or include(show(key[1])))
     ]  # fmt: skip
-    makers = {key: maker for key in extra for prefix, maker in flat.open_below if key[1][: len(prefix)] == prefix}
+    makers = {key: maker for key in extra if (maker := _maker_of(flat, key[1])) is not None}
     extra = [key for key in extra if key not in makers and (None, key[1]) not in used and (source_rank, key[1]) not in used]
     if private == "skip":
         extra = [key for key in extra if key[0] is None]
@@ -92,11 +151,16 @@ def load_into(loaded: _native.LoadedStep, state: Mapping[Any, Any], rank: int, w
             )
     for key, maker in makers.items():
         job.create(key[1], maker, *names.rows[key])
-    damaged = job.run()
+    damaged = job.run(reader)
     if damaged is None:
         for finish in flat.finish:
             finish(job.created)
     return damaged
+
+
+def _maker_of(flat: Flat, keys: Keys) -> Maker | None:
+    """Returns what makes the tensor of a name for which the state has no leaf, if an object of the state will take it."""
+    return next((maker for end in range(len(keys) + 1) if (maker := flat.open_below.get(keys[:end])) is not None), None)
 
 
 def _few(names: list[str]) -> str:
@@ -146,7 +210,7 @@ class _Job:
         self.loaded = loaded
         self.cast = cast
         self.allow_pickle = allow_pickle
-        self.targets: list[tuple[int, tuple[list[int], list[int]] | None, int, int]] = []
+        self.targets: list[Target] = []
         self.held: list[Any] = []
         self.scratch: list[tuple[Any, Any]] = []
         self.values: list[tuple[Leaf, int, int]] = []
@@ -179,6 +243,7 @@ class _Job:
                 f"{where} is {element} in step {self.loaded.number}, and {found.element} in the state", "pass cast=True to convert it"
             )
         for piece in found.pieces:
+            check_writable(where, piece.local)
             box = None if piece.box is None or tuple(piece.box[1]) == found.shape else piece.box
             part = None if box is None else (list(box[0]), list(box[1]))
             into = piece.local
@@ -209,16 +274,20 @@ class _Job:
                 "pass allow_pickle=True if you trust who saved it",
             )
 
-    def run(self) -> str | None:
+    def run(self, reader: Reader) -> str | None:
         """Copies and verifies everything, then puts plain values in place."""
+        self._separate()
+        rows = [row for _, row, _ in self.values]
+        reader.check_wanted(self.targets, rows)
         contents = []
-        for leaf, row, flags in self.values:
-            try:
-                content = self.loaded.content(row)
-            except CorruptError:
-                return show(leaf.keys)
-            contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
-        damaged = self.loaded._copy(self.targets, _threads())
+        for places in reader.windows([], rows):
+            for leaf, row, flags in (self.values[at] for at in places):
+                try:
+                    content = self.loaded.content(row)
+                except CorruptError:
+                    return show(leaf.keys)
+                contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
+        damaged = reader.copy(self.targets)
         if damaged is not None:
             return damaged
         for value, scratch in self.scratch:
@@ -228,9 +297,39 @@ class _Job:
                 leaf.put(value)
         return None
 
+    def _separate(self) -> None:
+        """Lets no two targets share memory.
 
-def read_one(loaded: _native.LoadedStep, name: str, allow_pickle: bool) -> Any:
+        Tied weights that are tied in the step too are one target. Others are loaded beside their memory, and the last one wins, as with a
+        plain load.
+        """
+        groups: list[list[int]] = []
+        end = 0
+        for at in sorted(range(len(self.targets)), key=lambda at: self.targets[at][2]):
+            _, _, start, length = self.targets[at]
+            if groups and start < end:
+                groups[-1].append(at)
+            else:
+                groups.append([at])
+            end = max(end, start + length)
+        dropped: set[int] = set()
+        for group in groups:
+            first_of = {repr(self.targets[at]): at for at in reversed(sorted(group))}
+            dropped.update(set(group) - set(first_of.values()))
+            if len(first_of) == 1:
+                continue
+            for at in sorted(first_of.values()):
+                row, part, _, length = self.targets[at]
+                into = scratch_like(self.held[at])
+                self.scratch.append((self.held[at], into))
+                self.held[at] = into
+                self.targets[at] = (row, part, address(into), length)
+        self.targets = [target for at, target in enumerate(self.targets) if at not in dropped]
+
+
+def read_one(reader: Reader, name: str, allow_pickle: bool) -> Any:
     """Returns one entry of a step by the name that people read."""
+    loaded = reader.loaded
     rank: int | None = None
     path = name
     if name.startswith("rank ") and ": " in name:
@@ -250,11 +349,14 @@ def read_one(loaded: _native.LoadedStep, name: str, allow_pickle: bool) -> Any:
     _, _, kind, element, _, shape, flags = loaded.names()[row]
     if kind == "tensor":
         into = new_tensor(element, shape)
-        damaged = loaded._copy([(row, None, address(into), nbytes(into))], _threads())
+        targets: list[Target] = [(row, None, address(into), nbytes(into))]
+        reader.check_wanted(targets, [])
+        damaged = reader.copy(targets)
         if damaged is not None:
             raise CorruptError(f"{damaged} is damaged", "read another step")
         return into.numpy() if flags & FLAG_ARRAY else into
     if flags & FLAG_PICKLE and not allow_pickle:
         raise InvalidError(f"{name} was stored by pickle", "pass allow_pickle=True if you trust who saved it")
-    content = loaded.content(row)
+    reader.check_wanted([], [row])
+    content = reader.content(row)
     return pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)

@@ -73,6 +73,8 @@ class TableWriter:
     def table_bytes(self) -> int:
         """Returns the length of the table."""
 
+_Target = tuple[int, tuple[list[int], list[int]] | None, int, int]
+
 class LoadedStep:
     """A step of which bytes can be read until it is released."""
 
@@ -97,7 +99,17 @@ class LoadedStep:
     def content(self, row: int) -> bytes:
         """Returns the bytes of a plain value, verified."""
 
-    def _copy(self, targets: list[tuple[int, tuple[list[int], list[int]] | None, int, int]], threads: int) -> str | None: ...
+    @property
+    def by_ranges(self) -> tuple[bool, str]:
+        """Whether extents are read from the cluster window by window, and why, if it is for want of memory."""
+
+    def wanted_bytes(self, targets: list[_Target], names: list[int]) -> tuple[int, int]:
+        """Returns the bytes of the step, and of what these targets and names take of it."""
+
+    def windows(self, targets: list[_Target], names: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Cuts the extents of targets and names into windows: extents, and the places of what they belong to, first the targets."""
+
+    def _copy(self, targets: list[_Target], threads: int) -> str | None: ...
 
 class Session:
     """A connection to the staging daemon, and the segments of a rank."""
@@ -136,8 +148,11 @@ class Session:
     def segment(self, at: int) -> SegmentBuffer:
         """Returns the data of a segment."""
 
-    def fill(self, step: int, timeout: float) -> tuple[int, str, int]:
-        """Returns which segment a step is to be written into, the filling's id, and how many segments there are."""
+    def fill(self, step: int, or_skip: bool, timeout: float) -> tuple[int | None, str, int]:
+        """Returns which segment a step is to be written into, the filling's id, and how many segments there are.
+
+        With ``or_skip`` the first may be ``None``: all ranks skip the step, and the second says why.
+        """
 
     def stage(self, step: int, at: int, fill: str, table: TableWriter, samples: list[tuple[str, bytes]], timeout: float) -> int:
         """Says that a step is whole in a segment."""
@@ -145,7 +160,7 @@ class Session:
     def give_up(self, step: int, fill: str, why: str, timeout: float) -> None:
         """Gives up filling a step."""
 
-    def wait(self, step: int, timeout: float) -> tuple[str, list[str]]:
+    def wait(self, step: int, timeout: float) -> tuple[str | None, list[str]]:
         """Waits for the commit of a step."""
 
     def notices(self, timeout: float) -> list[tuple[int, tuple[int, str, str] | None, str]]:
@@ -159,10 +174,14 @@ class Session:
         launch: str | None = None,
         number: int = 0,
         offline: bool = False,
+        table_first: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         timeout: float = 600.0,
     ) -> LoadedStep | None:
         """Opens a step for loading."""
+
+    def read_extents(self, loaded: LoadedStep, extents: list[int], timeout: float) -> None:
+        """Reads the extents of a window of a load by ranges."""
 
     def release(self, loaded: LoadedStep, damaged: str | None = None, timeout: float = 30.0) -> None:
         """Ends a load."""

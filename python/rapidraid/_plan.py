@@ -13,7 +13,7 @@ from typing import Any
 from . import _native
 from .errors import InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, is_tensor, show
-from .tensors import Box, Described, alias_key, copy_all, describe, nbytes, register, view_of
+from .tensors import Box, Described, Layout, alias_key, copy_all, describe, nbytes, register, view_of
 
 #: Room for values that grow from step to step.
 SLACK_BYTES = 256 << 10
@@ -84,7 +84,8 @@ class Plan:
     views: list[list[Any]] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
     memory: list[Any] = field(default_factory=list)
-    _pieces: list[Any] = field(default_factory=list)
+    #: Shape and type of each owned part.
+    layouts: list[Layout] = field(default_factory=list)
     #: Takes back the registration of each segment with CUDA.
     _registered: list[Callable[[], None]] = field(default_factory=list)
 
@@ -110,9 +111,9 @@ class Plan:
         buffer = memoryview(segment)
         self.buffers.append(buffer)
         self.memory.append(segment)
-        if any(is_tensor(piece) and piece.device.type == "cuda" for piece in self._pieces):
+        if any(layout.is_on_cuda for layout in self.layouts):
             self._registered.append(register(buffer))
-        self.views.append([view_of(buffer, owned.offset, piece) for owned, piece in zip(self.owned, self._pieces, strict=True)])
+        self.views.append([view_of(buffer, owned.offset, layout) for owned, layout in zip(self.owned, self.layouts, strict=True)])
 
     def sources(self, flat: Flat, allow_pickle: bool) -> tuple[list[Any], list[bytes], list[Any]]:
         """Returns what is to be copied, in the order of the plan. Raises when the state is laid out otherwise."""
@@ -200,10 +201,11 @@ def _sample(value: Any, world: int, launch: str, step: int) -> Any:
     length = min(total, max(total // (SAMPLE_PARTS * world), min(total, 64)))
     seed = int(launch[:12], 16) + step * 2654435761
     start = seed % (total - length + 1)
+    torch = sys.modules["torch"]
     if not value.is_contiguous():
-        return bytes(16)
+        row = value.detach().narrow(0, start % value.shape[0], 1).contiguous().cpu().view(-1).view(torch.uint8)
+        return _native._sample_hash([(row.data_ptr(), min(length, row.numel()))])
     if value.device.type != "cpu":
-        torch = sys.modules["torch"]
         window = value.detach().view(-1).view(torch.uint8)[start : start + length].cpu()
         return _native._sample_hash([(window.data_ptr(), length)])
     return _native._sample_hash([(value.data_ptr() + start, length)])
@@ -385,7 +387,7 @@ def _lay_out(
 ) -> Plan:
     writer = _native.TableWriter()
     owned: list[Owned] = []
-    pieces: list[Any] = []
+    layouts: list[Layout] = []
     extents: dict[tuple[bool, Keys, Box | None], int] = {}
     layout: dict[tuple[bool, Keys], tuple[Any, ...]] = {}
     replicated: list[Replicated] = []
@@ -414,7 +416,7 @@ def _lay_out(
                 extent = writer.add_extent(nbytes(piece.local))
                 extents[(leaf.is_private, home, piece.box)] = extent
                 owned.append(Owned(leaf.keys, leaf.is_private, piece.box, at, extent))
-                pieces.append(piece.local)
+                layouts.append(Layout.of(piece.local))
             start, size = piece.box if piece.box is not None else (None, None)
             if start is not None and tuple(size or ()) == found.shape:
                 start = size = None
@@ -439,5 +441,5 @@ def _lay_out(
     sample_bytes = sum(len(sampled.label.encode()) + SAMPLE_ENTRY_BYTES for sampled in replicated)
     homes = {key: (key[0], home) for key, home in alias.items()}
     plan = Plan(rank, world, owned, values, writer, layout, replicated, segment_bytes, sample_bytes, homes)
-    plan._pieces = pieces
+    plan.layouts = layouts
     return plan

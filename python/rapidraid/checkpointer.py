@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -14,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import _native
-from ._load import LoadChoices, Private, load_into, read_one
+from ._load import LoadChoices, Private, Reader, ReadWholeError, load_into, read_one
 from ._plan import Plan, make_plan, raise_together
 from ._program import connect, start_daemon
 from .errors import (
@@ -36,8 +37,27 @@ from .state import Flat, flatten
 
 log = logging.getLogger("rapidraid")
 
+_T = TypeVar("_T", bound=tuple[Any, ...])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+#: How long giving up a step may take: the daemon also gives up steps that take longer than ``staging.fill_s``.
+GIVE_UP_S = 5.0
+#: How long a thread that waits for a commit keeps other threads from the session.
+WAIT_TURN_S = 0.05
 #: How long the end of a session may take: the daemon sees the end of the process anyway.
 LEAVE_S = 5.0
+
+
+def _one_thread(call: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
+    """Lets one thread after the other use the session of a :class:`Checkpointer`."""
+
+    @functools.wraps(call)
+    def wrapped(self: Checkpointer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return call(self, *args, **kwargs)
+
+    return wrapped
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,7 @@ class Checkpointer:
         self._session = connect(self._config, timeout, start)
         self._launch, self._born_ns = self._agree()
         self._loads = 0
+        self._lock = threading.RLock()
         self._loaded: int | None = None
         self._newest_seen: int | None = None
         self._abandon_later = abandon_later
@@ -202,6 +223,7 @@ class Checkpointer:
             raise InvalidError("this Checkpointer is closed", "make another one")
         return self._session
 
+    @_one_thread
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Reserves memory for ``state`` and compares its layout between the ranks. All ranks must call it.
 
@@ -251,6 +273,7 @@ class Checkpointer:
             plan.add_segment(self._daemon.segment(at))
         self._plan = plan
 
+    @_one_thread
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Copies ``state`` into shared memory and returns; the daemon saves it as ``step`` from there.
 
@@ -274,31 +297,38 @@ class Checkpointer:
             begun = time.perf_counter()
             samples = plan.copy(at, sources, self._launch, step)
             stall.copy = time.perf_counter() - begun
+            begun = time.perf_counter()
+            self._daemon.stage(step, at, fill, plan.writer, samples, self.timeout)
+            stall.socket = time.perf_counter() - begun
         except BaseException as error:
-            self._daemon.give_up(step, fill, f"{type(error).__name__}: {error}", 5.0)
+            self._give_up(step, fill, error)
             raise
-        begun = time.perf_counter()
-        self._daemon.stage(step, at, fill, plan.writer, samples, self.timeout)
-        stall.socket = time.perf_counter() - begun
         self.last_stall = stall
         self._saved.append(step)
         return True
 
+    def _give_up(self, step: int, fill: str, why: BaseException) -> None:
+        """Tells the other ranks that this one does not finish a step. Where all ranks have staged it nothing changes."""
+        try:
+            self._daemon.give_up(step, fill, f"{type(why).__name__}: {why}", GIVE_UP_S)
+        except RapidraidError as error:
+            log.debug("the daemon is not told that step %d is given up: %s", step, error)
+
     def _fill(self, step: int, plan: Plan) -> tuple[int | None, str]:
         waited = time.monotonic()
+        # The daemon decides for all ranks of the launch, so that none of them fills a step that another one skips.
+        or_skip = self.when_full != "wait"
         try:
-            at, fill, count = self._daemon.fill(step, self.timeout if self.when_full == "wait" else 0.0)
+            at, fill, count = self._daemon.fill(step, or_skip, self.timeout)
         except NotFoundError:
             # The daemon was started anew and has given this rank's memory to nobody yet.
             self._prepare(plan.again())
-            at, fill, count = self._daemon.fill(step, self.timeout)
-        except DeadlineError as error:
-            if self.when_full == "skip":
-                log.warning("step %d is skipped: %s", step, error.message)
-                return None, ""
+            at, fill, count = self._daemon.fill(step, or_skip, self.timeout)
+        if at is None:
             if self.when_full == "error":
-                raise BusyError(error.message, 'wait for earlier steps, or pass when_full="wait"') from None
-            raise
+                raise BusyError(f"step {step} is not saved: {fill}", 'wait for earlier steps, or pass when_full="wait"')
+            log.warning("step %d is skipped: %s", step, fill)
+            return None, ""
         waited = time.monotonic() - waited
         if waited > 0.1:
             log.info("step %d waited %.2f s for a free segment", step, waited)
@@ -314,12 +344,29 @@ class Checkpointer:
             if not self._saved:
                 return []
             step = self._saved[-1]
-        save, notes = self._daemon.wait(step, self.timeout if timeout is None else timeout)
+        save, notes = self._wait(step, self.timeout if timeout is None else timeout)
         for note in notes:
             log.warning("step %d: %s", step, note)
         log.debug("step %d is committed as save %s", step, save)
         return notes + [warning for of, warning in self._raise_notices() if of == step]
 
+    def _wait(self, step: int, limit: float) -> tuple[str, list[str]]:
+        """Waits in short turns, so that another thread can save meanwhile."""
+        until = time.monotonic() + limit
+        while True:
+            left = until - time.monotonic()
+            with self._lock:
+                save, notes = self._daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
+            if save is not None:
+                return save, notes
+            if left <= WAIT_TURN_S:
+                raise DeadlineError(
+                    f"the commit took longer than {limit:.1f} s{notes[0]}", "`rapidraid stage --status` shows what is under way"
+                )
+            # A lock that is free for a moment only goes to the thread that had it.
+            time.sleep(0.001)
+
+    @_one_thread
     def _notices(self) -> list[tuple[int, tuple[int, str, str] | None, str]]:
         """Asks the daemon what went wrong. Starts one when it has died: that one finds what was staged."""
         for _ in range(2):
@@ -350,6 +397,7 @@ class Checkpointer:
             raise first
         return warnings
 
+    @_one_thread
     def load(
         self,
         state: Mapping[Any, Any],
@@ -380,15 +428,15 @@ class Checkpointer:
         self._loads += 1
         choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
         for last in (False, True):
-            loaded = self._daemon.load(self.job, step=step, launch=self._launch, number=self._loads, offline=offline, timeout=limit)
-            if loaded is None:
+
+            def load(reader: Reader) -> tuple[int, int | None, str | None]:
+                damaged = load_into(reader, state, self.rank, self.world, choices)
+                return reader.loaded.number, reader.loaded.newest_committed, damaged
+
+            done = self._read_step(step, load, number=self._loads, offline=offline, table_first=include is not None, limit=limit)
+            if done is None:
                 return None
-            number, newest = loaded.number, loaded.newest_committed
-            damaged = None
-            try:
-                damaged = load_into(loaded, state, self.rank, self.world, choices)
-            finally:
-                self._daemon.release(loaded, damaged, limit)
+            number, newest, damaged = done
             if damaged is None:
                 break
             if last:
@@ -403,34 +451,71 @@ class Checkpointer:
             )
         return number
 
+    @_one_thread
     def read(self, step: int | None, name: str, *, timeout: float | None = None) -> Any:
         """Returns one entry of a step by its name, such as ``model/layers.0.weight``; private entries as ``rank 3: rng/torch``."""
         limit = self.timeout * 10 if timeout is None else timeout
-        for last in (False, True):
-            loaded = self._daemon.load(self.job, step=step, timeout=limit)
-            if loaded is None:
-                raise NotFoundError(f"{self.job} has no step", "save one first")
-            damaged = None
+
+        def read(reader: Reader) -> tuple[Any, str | None]:
             try:
-                return read_one(loaded, name, self.allow_pickle)
+                return read_one(reader, name, self.allow_pickle), None
             except CorruptError:
-                damaged = name
-                if last:
-                    raise
-            finally:
-                self._daemon.release(loaded, damaged, limit)
+                return None, name
+
+        for last in (False, True):
+            done = self._read_step(step, read, table_first=True, limit=limit)
+            if done is None:
+                raise NotFoundError(f"{self.job} has no step", "save one first")
+            value, damaged = done
+            if damaged is None:
+                return value
+            if last:
+                raise CorruptError(f"{damaged} is damaged", "read another step")
             log.warning("%s is damaged in this host's memory: it is read again", name)
         raise AssertionError("the second read returns or raises")
+
+    def _read_step(
+        self,
+        step: int | None,
+        read: Callable[[Reader], _T],
+        *,
+        table_first: bool,
+        limit: float,
+        number: int | None = None,
+        offline: bool = False,
+    ) -> _T | None:
+        """Opens a step, as the launch's load ``number`` or for this process alone, and returns what ``read`` makes of it.
+
+        The last thing that ``read`` returns is what is damaged, or ``None``.
+        """
+        launch = None if number is None else self._launch
+        while True:
+            loaded = self._daemon.load(
+                self.job, step=step, launch=launch, number=number or 0, offline=offline, table_first=table_first, timeout=limit
+            )
+            if loaded is None:
+                return None
+            damaged = None
+            try:
+                done = read(Reader(self._session, loaded, self.world if launch else 1, limit))
+                damaged = done[-1]
+                return done
+            except ReadWholeError:
+                table_first = False
+            finally:
+                self._daemon.release(loaded, damaged, limit)
 
     def latest(self) -> int | None:
         """Returns the newest committed step."""
         steps = self.steps()
         return steps[-1].step if steps else None
 
+    @_one_thread
     def steps(self) -> list[Info]:
         """Returns the committed steps, the oldest first."""
         return [Info(*info) for info in self._daemon.steps(self.job, self.timeout)]
 
+    @_one_thread
     def remove(self, step: int) -> None:
         """Removes a committed step."""
         self._daemon.remove(self.job, step, self.timeout)
@@ -444,6 +529,7 @@ class Checkpointer:
         finally:
             self._end()
 
+    @_one_thread
     def _end(self) -> None:
         self._is_closed = True
         self._drop_plan()
@@ -477,8 +563,10 @@ _sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for checkpointer in list(_sessions):
-        checkpointer._session.leave_to_parent()
+        # The thread that held the lock is not in this process.
+        checkpointer._lock = threading.RLock()
         checkpointer._plan = None
+        checkpointer._session.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_after_fork)

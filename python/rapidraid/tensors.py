@@ -199,17 +199,33 @@ def alias_key(value: Any) -> tuple[Any, ...] | None:
     return (storage, local.storage_offset(), tuple(local.shape), local.stride(), str(local.dtype), flags, tuple(value.shape))
 
 
-def view_of(buffer: Any, offset: int, piece: Any) -> Any:
-    """Returns a tensor or array over ``buffer`` from ``offset`` on that has the shape and type of ``piece``."""
-    if is_array(piece):
+@dataclass(frozen=True)
+class Layout:
+    """Shape and type of a tensor or array, without its memory."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_array: bool
+    is_on_cuda: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Layout:
+        """Returns the layout of a tensor or array."""
+        array = is_array(value)
+        return cls(tuple(value.shape), value.dtype, array, not array and value.device.type == "cuda")
+
+
+def view_of(buffer: Any, offset: int, layout: Layout) -> Any:
+    """Returns a tensor or array of this layout over ``buffer`` from ``offset`` on."""
+    count = math.prod(layout.shape)
+    if layout.is_array:
         numpy = sys.modules["numpy"]
-        kind = piece.dtype.newbyteorder("<")
-        return numpy.frombuffer(buffer, dtype=kind, count=piece.size, offset=offset).reshape(piece.shape)
+        kind = layout.dtype.newbyteorder("<")
+        return numpy.frombuffer(buffer, dtype=kind, count=count, offset=offset).reshape(layout.shape)
     torch = sys.modules["torch"]
-    count = piece.numel()
     if count == 0:
-        return torch.empty(piece.shape, dtype=piece.dtype)
-    return torch.frombuffer(buffer, dtype=piece.dtype, count=count, offset=offset).view(piece.shape)
+        return torch.empty(layout.shape, dtype=layout.dtype)
+    return torch.frombuffer(buffer, dtype=layout.dtype, count=count, offset=offset).view(layout.shape)
 
 
 def copy_all(segment: Any, offsets: list[int], targets: list[Any], sources: list[Any]) -> None:
@@ -276,6 +292,15 @@ def is_fillable(value: Any) -> bool:
     if is_array(value):
         return bool(value.flags.c_contiguous and value.flags.writeable and value.dtype.isnative)
     return bool(value.device.type == "cpu" and value.is_contiguous() and not value.is_conj() and not value.is_neg())
+
+
+def check_writable(name: str, value: Any) -> None:
+    """Refuses destinations of a load that cannot take their elements."""
+    if is_array(value) and not value.flags.writeable:
+        raise InvalidError(f"{name} cannot be loaded: it is a read-only array", "load into a copy of it")
+    strides = value.strides if is_array(value) else value.stride()
+    if math.prod(value.shape) > 0 and any(stride == 0 and size > 1 for stride, size in zip(strides, value.shape, strict=True)):
+        raise InvalidError(f"{name} cannot be loaded: it is expanded, so elements share memory", "load into a contiguous copy of it")
 
 
 def scratch_like(value: Any) -> Any:

@@ -26,6 +26,14 @@ impl LoadedStep {
         Self { step: Some(step) }
     }
 
+    pub(crate) fn open_mut(
+        &mut self,
+        py: Python<'_>,
+    ) -> PyResult<&mut rapidraid::trainer::load::LoadedStep> {
+        let released = || raise(py, Kind::Invalid, "this load has ended", "load once more");
+        self.step.as_mut().ok_or_else(released)
+    }
+
     pub(crate) fn take(&mut self) -> Option<rapidraid::trainer::load::LoadedStep> {
         self.step.take()
     }
@@ -34,6 +42,25 @@ impl LoadedStep {
         let released = || raise(py, Kind::Invalid, "this load has ended", "load once more");
         self.step.as_ref().ok_or_else(released)
     }
+}
+
+/// The extents of targets and of names.
+fn wanted(
+    py: Python<'_>,
+    step: &rapidraid::trainer::load::LoadedStep,
+    targets: Vec<PyTarget>,
+    names: Vec<u32>,
+) -> PyResult<Vec<Vec<u32>>> {
+    let of_target = |(row, part, _, _): PyTarget| {
+        let copies = search(&step.table, row, &form_of(part)).map_err(|e| search_error(py, &e))?;
+        Ok(copies.into_iter().map(|copy| copy.extent).collect())
+    };
+    let of_name = |row| Ok(step.table.regions_of(row).iter().map(|region| region.extent).collect());
+    targets.into_iter().map(of_target).chain(names.into_iter().map(of_name)).collect()
+}
+
+fn form_of(part: Option<(Vec<u64>, Vec<u64>)>) -> Form {
+    part.map_or(Form::Whole, |(start, size)| Form::Box { start, size })
 }
 
 fn search_error(py: Python<'_>, error: &SearchError) -> PyErr {
@@ -58,6 +85,40 @@ impl LoadedStep {
     #[getter]
     fn newest_committed(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         Ok(self.open(py)?.about.newest_committed.map(|step| step.0))
+    }
+
+    /// Whether extents are read from the cluster window by window, and why, if it is for want of memory.
+    #[getter]
+    fn by_ranges(&self, py: Python<'_>) -> PyResult<(bool, String)> {
+        let step = self.open(py)?;
+        Ok((step.is_by_ranges(), step.about.why_by_ranges.clone()))
+    }
+
+    /// Bytes of the step, and of what these targets and names take of it.
+    fn wanted_bytes(
+        &self,
+        py: Python<'_>,
+        targets: Vec<PyTarget>,
+        names: Vec<u32>,
+    ) -> PyResult<(u64, u64)> {
+        let step = self.open(py)?;
+        Ok((step.len_bytes(), step.wanted_bytes(&wanted(py, step, targets, names)?)))
+    }
+
+    /// Cuts the extents of targets and names into windows for `Session.read_extents`: extents, and the places of what they belong to, first
+    /// the targets, then the names. A step that is not loaded by ranges is one window without extents.
+    fn windows(
+        &self,
+        py: Python<'_>,
+        targets: Vec<PyTarget>,
+        names: Vec<u32>,
+    ) -> PyResult<Vec<(Vec<u32>, Vec<usize>)>> {
+        let step = self.open(py)?;
+        if !step.is_by_ranges() {
+            return Ok(vec![(Vec::new(), (0..targets.len() + names.len()).collect())]);
+        }
+        let windows = step.windows(&wanted(py, step, targets, names)?);
+        Ok(windows.into_iter().map(|window| (window.extents, window.wanted)).collect())
     }
 
     /// All names, by row.
@@ -110,8 +171,8 @@ impl LoadedStep {
         let step = self.open(py)?;
         let mut found = Vec::with_capacity(targets.len());
         for (row, part, address, len) in targets {
-            let form = part.map_or(Form::Whole, |(start, size)| Form::Box { start, size });
-            let copies = search(&step.table, row, &form).map_err(|e| search_error(py, &e))?;
+            let copies =
+                search(&step.table, row, &form_of(part)).map_err(|e| search_error(py, &e))?;
             found.push((copies, address, len));
         }
         let targets = found

@@ -165,16 +165,22 @@ impl Session {
         Ok(SegmentBuffer::new(segment))
     }
 
-    /// Asks which segment a step is to be written into. Returns its place, the filling's id, and how many segments there are now.
+    /// Asks which segment a step is to be written into. Returns its place, the filling's id, and how many segments there are now; only
+    /// with `or_skip` perhaps no place, and why all ranks skip the step.
     fn fill(
         &mut self,
         py: Python<'_>,
         step: u64,
+        or_skip: bool,
         timeout: f64,
-    ) -> PyResult<(usize, String, usize)> {
+    ) -> PyResult<(Option<usize>, String, usize)> {
         let (session, segments) = (&mut self.session, &mut self.segments);
-        let (at, fill) = waiting(py, timeout, |wait| session.fill(Step(step), segments, wait))?;
-        Ok((at, fill.to_string(), self.segments.len()))
+        let filled =
+            waiting(py, timeout, |wait| session.fill(Step(step), or_skip, segments, wait))?;
+        Ok(match filled {
+            Ok((at, fill)) => (Some(at), fill.to_string(), self.segments.len()),
+            Err(why) => (None, why, self.segments.len()),
+        })
     }
 
     /// Says that a step is whole in a segment. Returns the length of its table in bytes.
@@ -234,16 +240,26 @@ impl Session {
         waiting(py, timeout, |wait| session.tell("giving up a save", &request, wait))
     }
 
-    /// Waits for the commit of a step. Returns the save's id and things worth knowing.
-    fn wait(&mut self, py: Python<'_>, step: u64, timeout: f64) -> PyResult<(String, Vec<String>)> {
+    /// Waits for the commit of a step. Returns the save's id and things worth knowing; or nothing and how far it is, when it takes longer.
+    fn wait(
+        &mut self,
+        py: Python<'_>,
+        step: u64,
+        timeout: f64,
+    ) -> PyResult<(Option<String>, Vec<String>)> {
         let session = &mut self.session;
         let request = |limit_ms| Request::Wait { step: Step(step), limit_ms };
-        let (answer, _) = waiting(py, timeout, |wait| {
-            session.ask_until("the commit", request, &mut |_| (), wait)
+        let answer = waiting(py, timeout, |wait| {
+            match session.ask_until("the commit", request, &mut |_| (), wait) {
+                Ok((answer, _)) => Ok(Ok(answer)),
+                Err(StagingError::Deadline { state, .. }) => Ok(Err(state)),
+                Err(error) => Err(error),
+            }
         })?;
         match answer {
-            Answer::Committed { save, notes } => Ok((save.to_string(), notes)),
-            _ => Err(raise(py, Kind::Internal, "the daemon gave another answer", "")),
+            Ok(Answer::Committed { save, notes }) => Ok((Some(save.to_string()), notes)),
+            Ok(_) => Err(raise(py, Kind::Internal, "the daemon gave another answer", "")),
+            Err(state) => Ok((None, vec![state])),
         }
     }
 
@@ -263,7 +279,7 @@ impl Session {
     }
 
     /// Opens a step for loading: the resume point, if none is named. `None` when there is none.
-    #[pyo3(signature = (job, *, step=None, launch=None, number=0, offline=false, on_progress=None, timeout=600.0))]
+    #[pyo3(signature = (job, *, step=None, launch=None, number=0, offline=false, table_first=false, on_progress=None, timeout=600.0))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
     fn load(
         &mut self,
@@ -273,13 +289,15 @@ impl Session {
         launch: Option<&str>,
         number: u32,
         offline: bool,
+        table_first: bool,
         on_progress: Option<Py<PyAny>>,
         timeout: f64,
     ) -> PyResult<Option<LoadedStep>> {
         let job: Job = named(py, job)?;
         let launch: Option<LaunchId> = launch.map(|launch| named(py, launch)).transpose()?;
         let launch = launch.map(|launch| (launch, number));
-        let load = Load { job, launch, step: step.map(Step), offline, limit_ms: 0 };
+        let step = step.map(Step);
+        let load = Load { job, launch, step, offline, table_first, limit_ms: 0 };
         let session = &mut self.session;
         let mut failed: Option<PyErr> = None;
         let loaded = waiting(py, timeout, |wait| {
@@ -296,6 +314,19 @@ impl Session {
             Some(error) => Err(error),
             None => Ok(loaded?.map(LoadedStep::new)),
         }
+    }
+
+    /// Reads the extents of a window of a load by ranges; those of the window before cannot be read any more.
+    fn read_extents(
+        &mut self,
+        py: Python<'_>,
+        loaded: &mut LoadedStep,
+        extents: Vec<u32>,
+        timeout: f64,
+    ) -> PyResult<()> {
+        let step = loaded.open_mut(py)?;
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| session.read_extents(step, &extents, &mut |_, _| (), wait))
     }
 
     /// Ends a load. `damaged` names what did not have its hash.

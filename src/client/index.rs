@@ -1,12 +1,10 @@
 //! The index of a checkpoint that trainers saved: its names, regions and extents, in a shard of its own.
 
-use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use super::{Client, ClientError, ProgressFn, ReadRange};
+use super::{Client, ClientError, MemorySink, ProgressFn, ReadRange};
 use crate::format::table::{FOOTER_BYTES, INDEX_SHARD, Part, Table, TableError, table_range};
 use crate::id::{Job, Step};
-use crate::pipeline::read::Sink;
 use crate::wire::calls::StepView;
 
 /// The longest index that is read at once.
@@ -19,19 +17,6 @@ pub struct Index {
     pub step: StepView,
     /// Its tables, merged. An extent's shard counts the shards whose names begin with `data/`.
     pub table: Table,
-}
-
-/// Memory that a shard is read into.
-struct Memory(Mutex<Vec<u8>>);
-
-impl Sink for Memory {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let mut memory = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let from = usize::try_from(offset).map_err(io::Error::other)?;
-        let into = memory.get_mut(from..).and_then(|rest| rest.get_mut(..bytes.len()));
-        into.ok_or(io::ErrorKind::UnexpectedEof)?.copy_from_slice(bytes);
-        Ok(())
-    }
 }
 
 impl Client {
@@ -58,7 +43,7 @@ impl Client {
                 limit_bytes: MAX_INDEX_BYTES,
             }));
         }
-        let memory = Arc::new(Memory(Mutex::new(vec![0; len_bytes as usize])));
+        let memory = Arc::new(MemorySink::new(0..len_bytes));
         let range = ReadRange { shard: root.name.clone(), range: 0..len_bytes, to: memory.clone() };
         let read = self.read_ranges(&job, Some(step), &[range], progress).await;
         match read {
@@ -66,7 +51,7 @@ impl Client {
             Err(ClientError::NoShard { .. }) => return Err(ClientError::Removed { job, step }),
             read => read?,
         };
-        let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let bytes = memory.take();
         let footer = bytes.len().saturating_sub(FOOTER_BYTES);
         let range = table_range(len_bytes, bytes.get(footer..).unwrap_or_default());
         let range = range.map_err(failed)?;

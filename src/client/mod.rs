@@ -35,7 +35,7 @@ use tokio::runtime::Handle;
 pub use error::ClientError;
 pub use index::Index;
 pub use output::RestoreRequest;
-pub use parts::ReadRange;
+pub use parts::{MemorySink, ReadRange};
 pub use restore::RestoreReport;
 pub use save::{SaveOptions, SaveReport};
 pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};

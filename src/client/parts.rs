@@ -1,8 +1,9 @@
 //! Which bytes of which shards a read wants, and which blocks and grains of a stripe those are.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::output::RestoreRequest;
 use super::{Client, ClientError};
@@ -21,6 +22,35 @@ pub struct ReadRange {
     pub range: Range<u64>,
     /// Where they go; told their offset in the shard.
     pub to: Arc<dyn Sink>,
+}
+
+/// Memory that a range of a shard is read into.
+pub struct MemorySink {
+    from: u64,
+    bytes: Mutex<Vec<u8>>,
+}
+
+impl MemorySink {
+    /// Memory for this range of a shard.
+    pub fn new(range: Range<u64>) -> Self {
+        let len_bytes = range.end.saturating_sub(range.start) as usize;
+        Self { from: range.start, bytes: Mutex::new(vec![0; len_bytes]) }
+    }
+
+    /// Takes what was read.
+    pub fn take(&self) -> Vec<u8> {
+        std::mem::take(&mut *self.bytes.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Sink for MemorySink {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut memory = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = offset.checked_sub(self.from).and_then(|at| usize::try_from(at).ok());
+        let into = at.and_then(|at| memory.get_mut(at..)?.get_mut(..bytes.len()));
+        into.ok_or(io::ErrorKind::UnexpectedEof)?.copy_from_slice(bytes);
+        Ok(())
+    }
 }
 
 /// One shard's part of the request.

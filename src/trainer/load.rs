@@ -1,16 +1,18 @@
 //! Loading a step in a trainer's process: bytes are copied from mapped files to where they belong, and each extent is compared with its
 //! hash on the way.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::error::StagingError;
 use super::mapping::Readable;
-use super::protocol::{Answer, Load, LoadSource, Loadable, Part, Request};
+use super::protocol::{
+    Answer, Load, LoadSource, Loadable, MAX_WINDOW_EXTENTS, Part, Request, WINDOW_BYTES,
+};
 use super::segment::still_holds;
 use super::session::{Session, Wait};
 use crate::format::table::{Extent, ExtentCopy, Table};
@@ -19,11 +21,11 @@ use crate::id::Step;
 /// Bytes are copied and hashed in pieces that stay in a core's cache between the two.
 const PIECE_BYTES: usize = 256 << 10;
 /// The longest table that is taken from the daemon.
-const MAX_TABLE_BYTES: u64 = 1 << 30;
+pub const MAX_TABLE_BYTES: u64 = 1 << 30;
 
 struct MappedPart {
     part: Part,
-    map: Readable,
+    map: Arc<Readable>,
 }
 
 /// A step that can be loaded, held until [`Session::release`].
@@ -33,6 +35,8 @@ pub struct LoadedStep {
     /// Its table, with hashes.
     pub table: Table,
     parts: Vec<MappedPart>,
+    /// Extents that can be read, ascending, when the load is by ranges; `None`: all.
+    window: Option<Vec<u32>>,
     /// For each extent, once somebody has looked: whether it has its hash.
     verified: Vec<OnceLock<bool>>,
 }
@@ -85,7 +89,41 @@ impl Session {
             }
         };
         let verified = (0..table.extents().len()).map(known).collect();
-        Ok(Some(LoadedStep { about, table, parts, verified }))
+        let window = (about.source == LoadSource::Ranges).then(Vec::new);
+        Ok(Some(LoadedStep { about, table, parts, window, verified }))
+    }
+
+    /// Reads the extents of a window of [`LoadedStep::windows`] in a load by ranges; those of the window before cannot be read any more.
+    /// `on_progress` is told bytes done and bytes in all of this window.
+    pub fn read_extents(
+        &mut self,
+        step: &mut LoadedStep,
+        extents: &[u32],
+        on_progress: &mut dyn FnMut(u64, u64),
+        wait: &mut Wait<'_>,
+    ) -> Result<(), StagingError> {
+        const WHAT: &str = "a part of the step";
+        let ticket = step.about.ticket;
+        let request =
+            |limit_ms| Request::ReadExtents { ticket, extents: extents.to_vec(), limit_ms };
+        let mut pending = |pending: &super::protocol::Pending| {
+            on_progress(pending.done_bytes, pending.total_bytes);
+        };
+        // The memory of the window before goes first.
+        (step.parts, step.window) = (Vec::new(), Some(Vec::new()));
+        let (answer, mut descriptors) = self.ask_until(WHAT, request, &mut pending, wait)?;
+        let unexpected = || StagingError::Unexpected { what: WHAT };
+        let Answer::Parts { parts } = answer else { return Err(unexpected()) };
+        let descriptor = descriptors.pop_front().ok_or_else(unexpected)?;
+        if let Some(first) = parts.first() {
+            let map = Arc::new(map_file(descriptor, first.file_bytes)?);
+            step.parts =
+                parts.into_iter().map(|part| MappedPart { part, map: map.clone() }).collect();
+        }
+        let mut window = extents.to_vec();
+        window.sort_unstable();
+        step.window = Some(window);
+        Ok(())
     }
 
     /// Ends a load that went well, and tells the other ranks what was verified.
@@ -140,14 +178,23 @@ fn map_parts(
     descriptors: VecDeque<OwnedFd>,
 ) -> Result<Vec<MappedPart>, StagingError> {
     let map = |(part, descriptor): (Part, OwnedFd)| {
-        let map = Readable::map(&File::from(descriptor), part.file_bytes);
-        let map = map.map_err(|source| StagingError::Io {
-            what: "mapping a part of the step".into(),
-            source,
-        })?;
-        Ok(MappedPart { part, map })
+        Ok(MappedPart { part, map: Arc::new(map_file(descriptor, part.file_bytes)?) })
     };
     parts.into_iter().zip(descriptors).map(map).collect()
+}
+
+fn map_file(descriptor: OwnedFd, len_bytes: u64) -> Result<Readable, StagingError> {
+    Readable::map(&File::from(descriptor), len_bytes)
+        .map_err(|source| StagingError::Io { what: "mapping a part of the step".into(), source })
+}
+
+/// Extents that are read together, and which of the wanted lists have some of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReadWindow {
+    /// Rows of extents.
+    pub extents: Vec<u32>,
+    /// Places in the list of what is wanted.
+    pub wanted: Vec<usize>,
 }
 
 impl LoadedStep {
@@ -159,6 +206,67 @@ impl LoadedStep {
     /// Whether it is read from this host's memory as its trainers left it.
     pub fn is_from_memory(&self) -> bool {
         self.about.source == LoadSource::Memory
+    }
+
+    /// Whether extents are read from the cluster when they are asked for.
+    pub fn is_by_ranges(&self) -> bool {
+        self.window.is_some()
+    }
+
+    /// Bytes of all extents that are wanted; each counts once.
+    pub fn wanted_bytes(&self, wanted: &[Vec<u32>]) -> u64 {
+        let rows: BTreeSet<u32> = wanted.iter().flatten().copied().collect();
+        rows.into_iter().map(|row| self.len_of(row)).sum()
+    }
+
+    /// Bytes of all extents.
+    pub fn len_bytes(&self) -> u64 {
+        self.table.extents().iter().map(|extent| extent.len_bytes).sum()
+    }
+
+    /// Cuts what is wanted into windows in the order of the shards, each for [`Session::read_extents`]. `wanted` has a list of extents for
+    /// each thing that is wanted. A step that is not loaded by ranges is one window, without extents.
+    pub fn windows(&self, wanted: &[Vec<u32>]) -> Vec<ReadWindow> {
+        if !self.is_by_ranges() {
+            return vec![ReadWindow { extents: Vec::new(), wanted: (0..wanted.len()).collect() }];
+        }
+        let mut users: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (at, rows) in wanted.iter().enumerate() {
+            rows.iter().for_each(|row| users.entry(*row).or_default().push(at));
+        }
+        // Extents of a table are sorted by their place.
+        let (mut windows, mut len_bytes) = (Vec::<ReadWindow>::new(), 0);
+        for (row, users) in users {
+            let row_bytes = self.len_of(row);
+            match windows.last_mut() {
+                Some(last)
+                    if len_bytes + row_bytes <= WINDOW_BYTES
+                        && last.extents.len() < MAX_WINDOW_EXTENTS =>
+                {
+                    len_bytes += row_bytes;
+                    last.extents.push(row);
+                    last.wanted.extend(users);
+                }
+                _ => {
+                    len_bytes = row_bytes;
+                    windows.push(ReadWindow { extents: vec![row], wanted: users });
+                }
+            }
+        }
+        for window in &mut windows {
+            window.wanted.sort_unstable();
+            window.wanted.dedup();
+        }
+        windows
+    }
+
+    fn len_of(&self, row: u32) -> u64 {
+        self.table.extents().get(row as usize).map_or(0, |extent| extent.len_bytes)
+    }
+
+    /// Whether an extent can be read now.
+    fn is_here(&self, row: u32) -> bool {
+        self.window.as_ref().is_none_or(|window| window.binary_search(&row).is_ok())
     }
 
     /// The bytes of an extent as they lie in memory, not verified.
@@ -176,7 +284,7 @@ impl LoadedStep {
         let inside = extent.offset_bytes - found.part.shard_offset;
         let from = usize::try_from(found.part.file_offset.checked_add(inside)?).ok()?;
         let to = from.checked_add(usize::try_from(extent.len_bytes).ok()?)?;
-        found.map.as_ref().get(from..to)
+        (*found.map).as_ref().get(from..to)
     }
 
     fn extent(&self, row: u32) -> Result<(&Extent, &[u8]), StagingError> {
@@ -223,8 +331,8 @@ impl LoadedStep {
         Ok(())
     }
 
-    /// Copies everything to its target on `threads` threads, and verifies each extent that is used and was not verified before. `proceed`
-    /// is asked often; when it returns false the work ends.
+    /// Copies everything to its target on `threads` threads, and verifies each extent that is used and was not verified before. In a load
+    /// by ranges that is what is in the window. `proceed` is asked often; when it returns false the work ends.
     pub fn copy(
         &self,
         mut targets: Vec<Target<'_>>,
@@ -249,7 +357,9 @@ impl LoadedStep {
         };
         let guarded = || work().inspect_err(|_| is_over.store(true, Ordering::Relaxed));
         std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(guarded)).collect();
+            // With fewer threads than asked for it takes longer.
+            let start = |_| std::thread::Builder::new().spawn_scoped(scope, guarded).ok();
+            let others: Vec<_> = (1..threads.max(1)).map_while(start).collect();
             let mut result = guarded();
             for other in others {
                 let ended = other.join();
@@ -263,7 +373,7 @@ impl LoadedStep {
 
     fn copy_one(&self, target: Target<'_>) -> Result<(), StagingError> {
         let Target { copies, bytes: out } = target;
-        for copy in &copies {
+        for copy in copies.iter().filter(|copy| self.is_here(copy.extent)) {
             let (extent, from) = self.extent(copy.extent)?;
             let known = self.verified.get(copy.extent as usize);
             let known = known.ok_or(StagingError::Unexpected { what: "an extent of the step" })?;

@@ -21,6 +21,10 @@ pub const OLDEST: u16 = 1;
 pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
 /// The most descriptors that accompany one message.
 pub const MAX_DESCRIPTORS: usize = 64;
+/// The most bytes that [`Request::ReadExtents`] asks for, unless one extent alone is longer.
+pub const WINDOW_BYTES: u64 = 32 << 20;
+/// The most extents that [`Request::ReadExtents`] asks for.
+pub const MAX_WINDOW_EXTENTS: usize = 4096;
 /// The most ranks of one launch on one host: each has a connection of its own.
 pub const MAX_WORLD: u32 = 192;
 
@@ -62,10 +66,12 @@ pub enum Request {
     Prepare(Prepare),
     /// Says again who the process is, on a new connection. The answer is [`Answer::Attached`].
     Attach(Place),
-    /// Asks for a segment to fill with a step. The answer is [`Answer::Fill`] or [`Answer::Pending`].
+    /// Asks for a segment to fill with a step. The answer is [`Answer::Fill`], [`Answer::Pending`] or [`Answer::Skipped`].
     Fill {
         /// The step.
         step: Step,
+        /// Skip the step on all ranks when no rank has begun to fill it and this one has no free segment.
+        or_skip: bool,
         /// How long the daemon may wait for a segment to become free.
         limit_ms: u32,
     },
@@ -149,6 +155,17 @@ pub enum Request {
     },
     /// Ends the member: it fills and maps nothing any more, though its process goes on. The answer is [`Answer::Done`].
     Leave,
+    /// Reads extents of a step that is loaded by ranges ([`LoadSource::Ranges`]): at most [`MAX_WINDOW_EXTENTS`] of at most
+    /// [`WINDOW_BYTES`], or one that is longer. The answer is [`Answer::Parts`] with one descriptor for all parts, or
+    /// [`Answer::Pending`].
+    ReadExtents {
+        /// Names the load.
+        ticket: u64,
+        /// Rows of extents in the table.
+        extents: Vec<u32>,
+        /// How long the daemon may wait with its answer.
+        limit_ms: u32,
+    },
 }
 
 /// A rank of a launch.
@@ -214,6 +231,8 @@ pub struct Load {
     pub step: Option<Step>,
     /// Take what is in the host's memory when the cluster does not say what is committed.
     pub offline: bool,
+    /// Give out the table before anything else is read from the cluster: the process may want only a part of the step.
+    pub table_first: bool,
     /// How long the daemon may wait with its answer.
     pub limit_ms: u32,
 }
@@ -271,6 +290,11 @@ pub enum Answer {
     Freed {
         /// Bytes.
         bytes: u64,
+    },
+    /// The step is skipped: a rank that allows it had no free segment.
+    Skipped {
+        /// Why, in words.
+        what: String,
     },
 }
 
@@ -339,6 +363,8 @@ pub struct Loadable {
     pub newest_committed: Option<Step>,
     /// The world of the launch that saved the step.
     pub world: u32,
+    /// Why the step is loaded by ranges though all of it may be wanted; empty otherwise.
+    pub why_by_ranges: String,
 }
 
 /// Where the bytes of a load come from.
@@ -346,8 +372,10 @@ pub struct Loadable {
 pub enum LoadSource {
     /// Segments of the launch that staged it.
     Memory,
-    /// The cluster.
+    /// The cluster: the whole step was read into the host's memory.
     Cluster,
+    /// The cluster: extents are read when they are asked for ([`Request::ReadExtents`]).
+    Ranges,
 }
 
 /// A file of which a range holds a range of a shard.

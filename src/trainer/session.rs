@@ -236,21 +236,24 @@ impl Session {
     }
 
     /// Asks which of `segments` the step is to be written into, waiting until one is free. A further one may be added to them first.
-    /// Returns its place among them and the id of the filling.
+    /// Returns its place among them and the id of the filling; or, only with `or_skip`, why all ranks skip the step.
     pub fn fill(
         &mut self,
         step: Step,
+        or_skip: bool,
         segments: &mut Vec<Arc<Segment>>,
         wait: &mut Wait<'_>,
-    ) -> Result<(usize, FillId), StagingError> {
+    ) -> Result<Result<(usize, FillId), String>, StagingError> {
         const WHAT: &str = "a segment to fill";
-        let request = |limit_ms| Request::Fill { step, limit_ms };
+        let request = |limit_ms| Request::Fill { step, or_skip, limit_ms };
         loop {
             match self.ask_until(WHAT, request, &mut |_| (), wait)? {
                 (Answer::Fill { segment, fill }, _) => {
                     let at = segments.iter().position(|own| own.id == segment);
-                    return at.map(|at| (at, fill)).ok_or(StagingError::Unexpected { what: WHAT });
+                    let filled = at.map(|at| Ok((at, fill)));
+                    return filled.ok_or(StagingError::Unexpected { what: WHAT });
                 }
+                (Answer::Skipped { what }, _) if or_skip => return Ok(Err(what)),
                 (Answer::Prepared { segments: ids }, descriptors) => {
                     let len_bytes = segments.first().map_or(0, |own| own.map.len()) as u64;
                     let made = make_segments(ids, descriptors, len_bytes, wait)?;

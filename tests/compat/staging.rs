@@ -58,14 +58,16 @@ fn requests() -> Vec<(&'static str, Request)> {
         launch: Some((LAUNCH, 1)),
         step: Some(STEP),
         offline: true,
+        table_first: false,
         limit_ms: 2_000,
     };
-    let alone = Load { launch: None, step: None, offline: false, ..load.clone() };
+    let alone =
+        Load { launch: None, step: None, offline: false, table_first: true, ..load.clone() };
     let (ticket, name) = (300, "model/embed.weight".to_owned());
     vec![
         ("Prepare", Request::Prepare(prepare)),
         ("Attach", Request::Attach(place())),
-        ("Fill", Request::Fill { step: STEP, limit_ms: 2_000 }),
+        ("Fill", Request::Fill { step: STEP, or_skip: false, limit_ms: 2_000 }),
         ("Staged", Request::Staged { step: STEP, segment: SEGMENT, fill: FILL, samples }),
         ("GiveUp", Request::GiveUp { step: STEP, fill: FILL, why: "Ctrl-C".into() }),
         ("Wait", Request::Wait { step: STEP, limit_ms: 2_000 }),
@@ -81,6 +83,7 @@ fn requests() -> Vec<(&'static str, Request)> {
         ("Status", Request::Status),
         ("Free", Request::Free { job: job(), with_unsaved: true }),
         ("Leave", Request::Leave),
+        ("ReadExtents", Request::ReadExtents { ticket, extents: vec![0, 1, 300], limit_ms: 2_000 }),
     ]
 }
 
@@ -119,7 +122,10 @@ fn answers() -> Vec<(&'static str, Answer)> {
         verified,
         newest_committed: Some(STEP),
         world: 8,
+        why_by_ranges: String::new(),
     };
+    let by_ranges =
+        Loadable { why_by_ranges: "no room".into(), ..loadable(LoadSource::Ranges, Vec::new()) };
     let pending =
         Pending { what: "step 1200 is being saved".into(), done_bytes: 1, total_bytes: 300 };
     let notices = vec![
@@ -138,11 +144,13 @@ fn answers() -> Vec<(&'static str, Answer)> {
         ("Notices", Answer::Notices(notices)),
         ("Loadable", Answer::Loadable(loadable(LoadSource::Memory, vec![0xff, 0x01]))),
         ("Loadable, cluster", Answer::Loadable(loadable(LoadSource::Cluster, Vec::new()))),
+        ("Loadable, by ranges", Answer::Loadable(by_ranges)),
         ("Nothing", Answer::Nothing),
         ("Parts", Answer::Parts { parts: vec![part(Some(FILL)), part(None)] }),
         ("Steps", Answer::Steps(vec![info])),
         ("Status", Answer::Status(status())),
         ("Freed", Answer::Freed { bytes: 16 << 30 }),
+        ("Skipped", Answer::Skipped { what: "all segments are in use".into() }),
     ]
 }
 

@@ -133,21 +133,31 @@ pub struct Loaded {
 }
 
 /// Copies every extent, verified, and compares it with what it has to be. Panics when a byte is wrong.
-pub fn check(loaded: &LoadedStep) -> Result<Loaded, StagingError> {
-    let table = &loaded.table;
+pub fn check(
+    session: &mut Session,
+    loaded: &mut LoadedStep,
+    wait: &mut Wait<'_>,
+) -> Result<Loaded, StagingError> {
     let mut buffers: Vec<Vec<u8>> =
-        table.extents().iter().map(|extent| vec![0; extent.len_bytes as usize]).collect();
-    let targets = (0..).zip(&mut buffers).map(|(extent, bytes)| Target {
-        copies: vec![ExtentCopy {
-            extent,
-            from_bytes: 0,
-            to_bytes: 0,
-            run_bytes: bytes.len() as u64,
-            dims: Vec::new(),
-        }],
-        bytes,
-    });
-    loaded.copy(targets.collect(), 2, &|| true)?;
+        loaded.table.extents().iter().map(|extent| vec![0; extent.len_bytes as usize]).collect();
+    let wanted: Vec<Vec<u32>> = (0..buffers.len() as u32).map(|row| vec![row]).collect();
+    for window in loaded.windows(&wanted) {
+        if loaded.is_by_ranges() {
+            session.read_extents(loaded, &window.extents, &mut |_, _| (), wait)?;
+        }
+        let targets = (0..).zip(&mut buffers).map(|(extent, bytes)| Target {
+            copies: vec![ExtentCopy {
+                extent,
+                from_bytes: 0,
+                to_bytes: 0,
+                run_bytes: bytes.len() as u64,
+                dims: Vec::new(),
+            }],
+            bytes,
+        });
+        loaded.copy(targets.collect(), 2, &|| true)?;
+    }
+    let table = &loaded.table;
     let region = |row: u32| table.regions_of(row).iter();
     let rows = || (0u32..).zip(table.names());
     let part = |name: &Name| name.path.to_string();
@@ -185,8 +195,8 @@ pub fn load(
     load: &Load,
     wait: &mut Wait<'_>,
 ) -> Result<Option<Loaded>, StagingError> {
-    let Some(step) = session.load(load, &mut |_, _| (), wait)? else { return Ok(None) };
-    match check(&step) {
+    let Some(mut step) = session.load(load, &mut |_, _| (), wait)? else { return Ok(None) };
+    match check(session, &mut step, wait) {
         Ok(found) => {
             session.release(step, wait)?;
             Ok(Some(found))

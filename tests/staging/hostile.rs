@@ -206,7 +206,7 @@ fn requests_that_make_no_sense(cluster: &Cluster, job: &str) {
             limit_ms,
         })
     };
-    refused(Request::Fill { step, limit_ms: u32::MAX }, "Invalid");
+    refused(Request::Fill { step, or_skip: true, limit_ms: u32::MAX }, "Invalid");
     refused(Request::Staged { step, segment, fill, samples: samples.clone() }, "Invalid");
     refused(Request::GiveUp { step, fill, why: "w".repeat(200_000) }, "Invalid");
     refused(Request::Wait { step, limit_ms: u32::MAX }, "NotFound");
@@ -237,8 +237,14 @@ fn requests_that_make_no_sense(cluster: &Cluster, job: &str) {
     };
     refused(stale, "Unavailable");
     // Loads that nobody releases.
-    let load =
-        Load { job: job.parse().unwrap(), launch: None, step: None, offline: false, limit_ms: 0 };
+    let load = Load {
+        job: job.parse().unwrap(),
+        launch: None,
+        step: None,
+        offline: false,
+        table_first: false,
+        limit_ms: 0,
+    };
     for _ in 0..16 {
         let request = Request::Load(load.clone());
         let (answer, _) = with_wait(|wait| session.ask("a load", &request, wait)).unwrap();

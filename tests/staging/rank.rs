@@ -91,6 +91,7 @@ fn run(folder: &Path, settings: &Value) -> Result<(), StagingError> {
         launch: Some((launch, 1)),
         step: number("load").map(Step),
         offline: false,
+        table_first: false,
         limit_ms: 0,
     };
     let loaded = insist(|wait| content::load(&mut session, &load, wait))?;
@@ -128,9 +129,9 @@ impl Rank {
 
     /// Saves a step, or gives it up. An error ends the rank.
     fn save(&mut self, step: Step) -> Result<(), StagingError> {
-        let filled = insist(|wait| self.session.fill(step, &mut self.segments, wait));
+        let filled = insist(|wait| self.session.fill(step, false, &mut self.segments, wait));
         let (at, fill) = match filled {
-            Ok(filled) => filled,
+            Ok(filled) => filled.expect("it may not be skipped"),
             // It is whole already: the answer to *staged* was lost, and the header counted.
             Err(error) if error.to_string().contains("is saved already") => return Ok(()),
             Err(error) => return Err(error),

@@ -160,7 +160,12 @@ impl Trainer {
                 self.loaded = self.session(wait)?.load(&load, &mut |_, _| (), wait)?;
                 Ok(json!(self.loaded.as_ref().map(|loaded| loaded.step().0)))
             }
-            "check" => Ok(told(&content::check(self.loaded.as_ref().unwrap())?)),
+            "check" => {
+                let mut loaded = self.loaded.take().unwrap();
+                let found = content::check(self.session(wait)?, &mut loaded, wait);
+                self.loaded = Some(loaded);
+                Ok(told(&found?))
+            }
             "release" => {
                 let loaded = self.loaded.take().unwrap();
                 self.session(wait)?.release(loaded, wait)?;
@@ -218,7 +223,11 @@ impl Trainer {
         let step = Step(number(order, "step").unwrap());
         self.session(wait)?;
         let session = self.session.as_mut().unwrap();
-        let (at, fill) = session.fill(step, &mut self.segments, wait)?;
+        let or_skip = order["or_skip"] == true;
+        let (at, fill) = match session.fill(step, or_skip, &mut self.segments, wait)? {
+            Ok(filled) => filled,
+            Err(why) => return Ok(json!({ "skipped": why })),
+        };
         self.filling = Some((at, fill, step));
         Ok(json!({ "fill": fill.to_string(), "segment": self.segments[at].id.to_string() }))
     }
@@ -239,6 +248,7 @@ fn load_of(order: &Value) -> Load {
         launch: number(order, "number").map(|number| (launch_of(order), number as u32)),
         step: number(order, "step").map(Step),
         offline: order["offline"] == true,
+        table_first: order["table_first"] == true,
         limit_ms: 0,
     }
 }

@@ -193,7 +193,8 @@ impl<'a> Stage<'a> {
         offline: bool,
     ) -> Result<Option<Loaded>, StagingError> {
         let (job, step) = (job.parse().unwrap(), step.map(rapidraid::id::Step));
-        let load = Load { job, launch: None, step, offline, limit_ms: 0 };
+        let table_first = false;
+        let load = Load { job, launch: None, step, offline, table_first, limit_ms: 0 };
         let mut session = self.session()?;
         with_wait(|wait| content::load(&mut session, &load, wait))
     }

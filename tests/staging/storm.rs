@@ -113,6 +113,7 @@ impl Reader {
                     launch: None,
                     step: None,
                     offline: false,
+                    table_first: false,
                     limit_ms: 0,
                 };
                 let found = with_wait(|wait| {

@@ -20,6 +20,7 @@ use crate::kind::Kind;
 use crate::trainer::StagingError;
 use crate::trainer::session::{Session, Wait};
 
+const NOFOLLOW: i32 = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
 /// How long a daemon may take to be ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(20);
@@ -80,7 +81,8 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, Failure> {
     let program = std::env::current_exe()
         .map_err(|e| failed("cannot find the program that is running", e))?;
     let mut options = OpenOptions::new();
-    options.append(true).create(true).mode(0o600);
+    // Anybody may make links where the folder is by default.
+    options.append(true).create(true).mode(0o600).custom_flags(NOFOLLOW);
     let log =
         options.open(log).map_err(|e| failed(&format!("cannot open {}", log.display()), e))?;
     let mut command = Command::new(program);

@@ -180,6 +180,8 @@ pub struct Launch {
     reserved_bytes: u64,
     /// Ranks that have taken theirs.
     taken: BTreeSet<u32>,
+    /// The last step that it skipped, and why: all of its ranks skip it.
+    skipped: Option<(Step, String)>,
     /// How its last steps ended, for ranks that ask.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }
@@ -224,6 +226,8 @@ pub enum FillOutcome {
     Full(String),
     /// What the launch resumed from was not compared with the cluster yet.
     Unchecked,
+    /// The launch skips the step; in words.
+    Skipped(String),
     /// A further segment is to be made. It counts already.
     Grow {
         /// Its id.

@@ -1,9 +1,11 @@
 //! Loads from the cluster: the shards of a step are read once, in order, into files of the staging folder, and given out like segments.
+//! Of a step that is loaded by ranges ([`super::ranges`]) only the table is read here.
 #![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,18 +14,31 @@ use std::time::Duration;
 
 use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, lock};
-use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
-use crate::format::table::{DATA_SHARD, FOOTER_BYTES, INDEX_SHARD, MergeInput, Table, table_range};
+use crate::client::{ClientError, MemorySink, Progress, ReadRange, ShowReport, Sink};
+use crate::format::table::{
+    DATA_SHARD, FOOTER_BYTES, INDEX_SHARD, MergeInput, Part as TablePart, Table, TableError,
+    table_range,
+};
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
 use crate::kind::Kind;
+use crate::trainer::load::MAX_TABLE_BYTES;
 use crate::trainer::mapping;
 use crate::trainer::protocol::{Failure, Part};
 
 /// How long a step that nobody uses stays in memory: ranks of a launch do not ask at the same moment.
 const KEPT: Duration = Duration::from_secs(60);
 
-/// Steps that are being read from the cluster or are kept after that, by job, step and save.
-pub type Fetches = BTreeMap<(Job, Step, SaveId), Arc<Fetch>>;
+/// How much of a step is read into memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reading {
+    /// All shards.
+    Whole,
+    /// The table alone.
+    Table,
+}
+
+/// Steps that are being read from the cluster or are kept after that, by job, step, save, and how much is read.
+pub type Fetches = BTreeMap<(Job, Step, SaveId, Reading), Arc<Fetch>>;
 
 /// A step that is being read from the cluster, or was.
 pub struct Fetch {
@@ -31,6 +46,7 @@ pub struct Fetch {
     pub step: Step,
     /// The save that the step was when the read began.
     pub save: SaveId,
+    reading: Reading,
     done_bytes: AtomicU64,
     total_bytes: AtomicU64,
     /// When it was last asked for or released.
@@ -40,11 +56,17 @@ pub struct Fetch {
 
 /// A step that was read.
 pub struct Fetched {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
     /// The save that it is.
     pub save: SaveId,
+    /// Names and lengths of its data shards, as the table numbers them.
+    pub shards: Vec<(ShardName, u64)>,
     /// Its table, with hashes.
     pub table: Table,
-    /// The shards' files and where they lie.
+    /// The shards' files and where they lie; none when only the table was read.
     pub files: Vec<(PathBuf, Part)>,
 }
 
@@ -98,7 +120,7 @@ impl Sink for FileSink {
     }
 }
 
-fn failed(step: Step, error: &ClientError) -> Failure {
+pub(super) fn failed(step: Step, error: &ClientError) -> Failure {
     Failure::new(
         error.kind(),
         format!("reading step {step} from the cluster: {error}"),
@@ -128,9 +150,10 @@ impl StagingDaemon {
         job: &Job,
         step: Step,
         save: SaveId,
+        reading: Reading,
     ) -> Result<Arc<Fetch>, Failure> {
         let known = |fetches: &Fetches, save: SaveId| {
-            let found = fetches.get(&(job.clone(), step, save)).cloned();
+            let found = fetches.get(&(job.clone(), step, save, reading)).cloned();
             found.filter(|fetch| !matches!(fetch.end(), Some(Err(_))))
         };
         if let Some(fetch) = known(&self.fetches(), save) {
@@ -148,12 +171,13 @@ impl StagingDaemon {
         let fetch = Arc::new(Fetch {
             step,
             save,
+            reading,
             done_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
             used_at: Mutex::new(self.clock.now()),
             state: Mutex::new(None),
         });
-        fetches.insert((job.clone(), step, save), fetch.clone());
+        fetches.insert((job.clone(), step, save, reading), fetch.clone());
         drop(fetches);
         trace_point(TracePoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
@@ -164,6 +188,13 @@ impl StagingDaemon {
             daemon.bell.ring();
         });
         Ok(fetch)
+    }
+
+    /// Returns whether the whole step is in memory, or is being read into it.
+    pub(super) fn is_fetched(&self, job: &Job, step: Step, save: SaveId) -> bool {
+        let fetches = self.fetches();
+        let found = fetches.get(&(job.clone(), step, save, Reading::Whole));
+        found.is_some_and(|fetch| !matches!(fetch.end(), Some(Err(_))))
     }
 
     /// Makes room for what is read, and counts it from the same moment on. Returns whether there is room.
@@ -230,20 +261,46 @@ impl StagingDaemon {
                 "`rapidraid restore` writes it to files",
             ));
         };
-        let len_bytes = shards.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+        let mut fetched = Fetched {
+            job: job.clone(),
+            step,
+            save: fetch.save,
+            shards,
+            table: Table::default(),
+            files: Vec::new(),
+        };
+        let tables = match fetch.reading {
+            Reading::Whole => self.read_shards(&mut fetched, fetch).await?,
+            Reading::Table => self.read_tables(&fetched).await?,
+        };
+        let inputs: Vec<MergeInput<'_>> = (0..)
+            .zip(&tables)
+            .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
+            .collect();
+        fetched.table = Table::merge(&inputs).map_err(|error| bad_index(&fetched, &error))?;
+        Ok(fetched)
+    }
+
+    /// Reads all shards, in order, into files. Returns their tables.
+    async fn read_shards(
+        self: &Arc<Self>,
+        fetched: &mut Fetched,
+        fetch: &Arc<Fetch>,
+    ) -> Result<Vec<Table>, Failure> {
+        let step = fetched.step;
+        let len_bytes = fetched.shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.1));
         let has_room = self.take_room(fetch, len_bytes)
             || self.free_fetches(None) > 0 && self.take_room(fetch, len_bytes);
         if !has_room {
             return Err(self.with(|core| core.no_room(len_bytes)));
         }
-        let mut fetched = Fetched { save: fetch.save, table: Table::default(), files: Vec::new() };
         let io_failed = |error: io::Error| {
             let hint =
                 "the staging folder needs room for the step; see staging.dir and staging.memory";
             Failure::new(Kind::Busy, format!("memory for step {step}: {error}"), hint)
         };
-        let mut ranges = Vec::with_capacity(shards.len());
-        for (number, (name, bytes)) in (0..).zip(shards) {
+        let mut ranges = Vec::with_capacity(fetched.shards.len());
+        for (number, (name, bytes)) in (0..).zip(fetched.shards.clone()) {
             let path = self.folder.fetched_path(SegmentId(self.entropy.id()));
             let mut options = OpenOptions::new();
             options.read(true).write(true).create_new(true).mode(0o600);
@@ -261,42 +318,72 @@ impl StagingDaemon {
             mapping::reserve(&file, bytes, || Ok(())).map_err(io_failed)?;
             ranges.push(ReadRange { shard: name, range: 0..bytes, to: Arc::new(FileSink(file)) });
         }
-        let (daemon, watched) = (self.clone(), fetch.clone());
+        let watched = fetch.clone();
         let progress = Arc::new(move |progress: Progress| {
             watched.done_bytes.store(progress.done_bytes, Ordering::Relaxed);
-            let _ = &daemon;
         });
-        let read = self.client.read_ranges(job, Some(step), &ranges, progress).await;
+        let read = self.client.read_ranges(&fetched.job, Some(step), &ranges, progress).await;
         read.map_err(|error| failed(step, &error))?;
-        let tables = fetched
-            .files
-            .iter()
-            .map(|(path, part)| table_of(path, part.len_bytes))
-            .collect::<Result<Vec<_>, _>>();
-        let tables = tables.map_err(|why| {
-            let hint = "it was written by another version, or its trainer is at fault";
-            Failure::new(Kind::Corrupt, format!("the index of {job}/{step}: {why}"), hint)
-        })?;
-        let inputs: Vec<MergeInput<'_>> = (0..)
-            .zip(&tables)
-            .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
+        let table = |(path, part): &(PathBuf, Part)| -> Result<Table, Failure> {
+            let file = File::open(path).map_err(io_failed)?;
+            let read = |range: Range<u64>| {
+                let mut bytes = vec![0; (range.end - range.start) as usize];
+                file.read_exact_at(&mut bytes, range.start).map_err(io_failed)?;
+                Ok(bytes)
+            };
+            let range = range_of_table(fetched, part.len_bytes, &read(footer(part.len_bytes))?)?;
+            Table::parse(&read(range)?).map_err(|error| bad_index(fetched, &error))
+        };
+        fetched.files.iter().map(table).collect()
+    }
+
+    /// Reads the tables at the end of the shards alone.
+    async fn read_tables(&self, fetched: &Fetched) -> Result<Vec<Table>, Failure> {
+        let footers = fetched.shards.iter().map(|(name, bytes)| (name, footer(*bytes)));
+        let footers = self.read_all(fetched, footers.collect()).await?;
+        let lengths = fetched.shards.iter().zip(&footers);
+        let ranges = lengths
+            .map(|((name, bytes), footer)| Ok((name, range_of_table(fetched, *bytes, footer)?)))
+            .collect::<Result<Vec<_>, Failure>>()?;
+        let parse = |bytes: &Vec<u8>| Table::parse(bytes).map_err(|e| bad_index(fetched, &e));
+        self.read_all(fetched, ranges).await?.iter().map(parse).collect()
+    }
+
+    async fn read_all(
+        &self,
+        fetched: &Fetched,
+        wanted: Vec<(&ShardName, Range<u64>)>,
+    ) -> Result<Vec<Vec<u8>>, Failure> {
+        let sinks: Vec<_> =
+            wanted.iter().map(|(_, range)| Arc::new(MemorySink::new(range.clone()))).collect();
+        let ranges: Vec<_> = wanted
+            .into_iter()
+            .zip(&sinks)
+            .map(|((shard, range), to)| ReadRange { shard: shard.clone(), range, to: to.clone() })
             .collect();
-        fetched.table = Table::merge(&inputs).map_err(|error| {
-            Failure::new(Kind::Corrupt, format!("the index of {job}/{step}: {error}"), "")
-        })?;
-        Ok(fetched)
+        let read =
+            self.client.read_ranges(&fetched.job, Some(fetched.step), &ranges, Arc::new(|_| ()));
+        read.await.map_err(|error| failed(fetched.step, &error))?;
+        Ok(sinks.iter().map(|sink| sink.take()).collect())
     }
 }
 
-/// The table at the end of a shard's file.
-fn table_of(path: &std::path::Path, len_bytes: u64) -> Result<Table, String> {
-    let text = |error: &dyn std::fmt::Display| error.to_string();
-    let file = File::open(path).map_err(|error| text(&error))?;
-    let mut footer = [0; FOOTER_BYTES];
-    let at = len_bytes.checked_sub(FOOTER_BYTES as u64).ok_or("it is too short")?;
-    file.read_exact_at(&mut footer, at).map_err(|error| text(&error))?;
-    let range = table_range(len_bytes, &footer).map_err(|error| text(&error))?;
-    let mut bytes = vec![0; (range.end - range.start) as usize];
-    file.read_exact_at(&mut bytes, range.start).map_err(|error| text(&error))?;
-    Table::parse(&bytes).map_err(|error| text(&error))
+/// Where the footer of a shard of this length is; a shard may be too short for one.
+fn footer(len_bytes: u64) -> Range<u64> {
+    len_bytes.saturating_sub(FOOTER_BYTES as u64)..len_bytes
+}
+
+fn range_of_table(fetched: &Fetched, len_bytes: u64, footer: &[u8]) -> Result<Range<u64>, Failure> {
+    let range = table_range(len_bytes, footer).map_err(|error| bad_index(fetched, &error))?;
+    let (part, bytes) = (TablePart::Table, range.end - range.start);
+    if bytes > MAX_TABLE_BYTES {
+        let limit_bytes = MAX_TABLE_BYTES;
+        return Err(bad_index(fetched, &TableError::TooLong { part, bytes, limit_bytes }));
+    }
+    Ok(range)
+}
+
+fn bad_index(Fetched { job, step, .. }: &Fetched, error: &TableError) -> Failure {
+    let hint = "it was written by another version, or its trainer is at fault";
+    Failure::new(Kind::Corrupt, format!("the index of {job}/{step}: {error}"), hint)
 }

@@ -12,8 +12,9 @@ use rustix::fs::MemfdFlags;
 use super::StagingDaemon;
 use super::assemble::{Assembled, find_changed, parts_of};
 use super::core::{LoadAnswer, StepKey};
-use super::fetch::Fetched;
+use super::fetch::{Fetched, Reading};
 use super::hold::Hold;
+use super::ranges::Window;
 use super::server::MAX_HELD_BACK;
 use super::trace::{TracePoint, trace_point};
 use crate::format::table::Table;
@@ -34,7 +35,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(500);
 pub enum Source {
     /// Segments.
     Memory { step: Arc<Assembled>, _holds: Vec<Hold> },
-    /// Files that were read from the cluster.
+    /// What was read from the cluster: files, or the table alone.
     Cluster { fetched: Arc<Fetched> },
 }
 
@@ -57,6 +58,7 @@ pub struct Verified {
 struct Ticket {
     source: Source,
     of: Option<LoadKey>,
+    window: Option<Window>,
 }
 
 /// The loads of one connection.
@@ -71,6 +73,14 @@ impl Source {
         match self {
             Source::Memory { step, .. } => &step.table,
             Source::Cluster { fetched } => &fetched.table,
+        }
+    }
+
+    fn kind(&self) -> LoadSource {
+        match self {
+            Source::Memory { .. } => LoadSource::Memory,
+            Source::Cluster { fetched } if fetched.files.is_empty() => LoadSource::Ranges,
+            Source::Cluster { .. } => LoadSource::Cluster,
         }
     }
 
@@ -142,6 +152,7 @@ impl StagingDaemon {
                 None => {}
             }
         };
+        let mut why_by_ranges = String::new();
         let (step, source) = match found {
             Found::Nothing => match self.remember(member, load, None, newest) {
                 true => return Ok((Answer::Nothing, Vec::new())),
@@ -157,18 +168,17 @@ impl StagingDaemon {
                 (key.step, Source::Memory { step, _holds })
             }
             Found::InCluster(step, save) => {
-                let fetch = self.fetch(&load.job, step, save).await?;
-                let mut heard = self.bell.listen();
-                loop {
-                    if let Some(end) = fetch.end() {
-                        break (step, Source::Cluster { fetched: end? });
+                match self.read_from_cluster(load, step, save, until).await? {
+                    Ok((fetched, why)) => {
+                        why_by_ranges = why;
+                        (step, Source::Cluster { fetched })
                     }
-                    let now = self.clock.now();
-                    if now >= until {
-                        let what = format!("step {step} is being read from the cluster");
-                        return pending(what, fetch.progress());
+                    Err(progress) => {
+                        return pending(
+                            format!("step {step} is being read from the cluster"),
+                            progress,
+                        );
                     }
-                    self.wait_for_bell(&mut heard, until - now).await;
                 }
             }
         };
@@ -176,7 +186,78 @@ impl StagingDaemon {
             return other_answer();
         }
         trace_point(TracePoint::Loading, &load.job, step);
-        self.open_ticket(load, step, newest, source, tickets)
+        self.open_ticket(load, step, newest, source, why_by_ranges, tickets)
+    }
+
+    /// Reads a step from the cluster: the whole step, or its table alone when the process asked for that first or memory does not suffice
+    /// for more. Returns what was read, and why it is the table though the whole step was asked for; or how far the reading has come.
+    async fn read_from_cluster(
+        self: &Arc<Self>,
+        load: &Load,
+        step: Step,
+        save: SaveId,
+        until: Duration,
+    ) -> Result<Result<(Arc<Fetched>, String), (u64, u64)>, Failure> {
+        let mut why_by_ranges = String::new();
+        let mut reading = match load.table_first && !self.is_fetched(&load.job, step, save) {
+            true => Reading::Table,
+            false => Reading::Whole,
+        };
+        loop {
+            let fetch = self.fetch(&load.job, step, save, reading).await?;
+            let mut heard = self.bell.listen();
+            let end = loop {
+                if let Some(end) = fetch.end() {
+                    break end;
+                }
+                let now = self.clock.now();
+                if now >= until {
+                    return Ok(Err(fetch.progress()));
+                }
+                self.wait_for_bell(&mut heard, until - now).await;
+            };
+            match end {
+                Err(failure) if failure.kind() == Kind::Busy && reading == Reading::Whole => {
+                    (reading, why_by_ranges) = (Reading::Table, failure.message);
+                }
+                end => return Ok(Ok((end?, why_by_ranges))),
+            }
+        }
+    }
+
+    /// Reads extents of a step that is loaded by ranges. The answer may be that they are not there yet.
+    pub(super) async fn read_extents(
+        self: &Arc<Self>,
+        tickets: &mut Tickets,
+        ticket: u64,
+        extents: Vec<u32>,
+        limit_ms: u32,
+    ) -> Replied {
+        let until = self.clock.now() + Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
+        let open = tickets.open.get_mut(&ticket).ok_or_else(no_ticket)?;
+        let (Source::Cluster { fetched }, LoadSource::Ranges) = (&open.source, open.source.kind())
+        else {
+            return Err(Failure::new(Kind::Invalid, "this load is not by ranges", ""));
+        };
+        let known = open.window.take().filter(|window| window.extents == extents);
+        let window = match known {
+            Some(window) => window,
+            None => self.open_window(fetched, extents)?,
+        };
+        let mut heard = self.bell.listen();
+        loop {
+            if let Some(end) = window.take() {
+                let (parts, file) = end?;
+                return Ok((Answer::Parts { parts }, vec![file.into()]));
+            }
+            let now = self.clock.now();
+            if now >= until {
+                let progress = window.progress();
+                open.window = Some(window);
+                return pending("a part of a step is being read".to_owned(), progress);
+            }
+            self.wait_for_bell(&mut heard, until - now).await;
+        }
     }
 
     fn open_ticket(
@@ -185,6 +266,7 @@ impl StagingDaemon {
         step: Step,
         newest_committed: Option<Step>,
         source: Source,
+        why_by_ranges: String,
         tickets: &mut Tickets,
     ) -> Replied {
         let failed = |error: &dyn std::fmt::Display| {
@@ -192,17 +274,17 @@ impl StagingDaemon {
         };
         let bytes = source.table().to_bytes().map_err(|error| failed(&error))?;
         let descriptor = memory_file(&bytes).map_err(|error| failed(&error))?;
+        let kind = source.kind();
         let of = load.launch.map(|(launch, number)| (load.job.clone(), launch, number));
+        // Each process verifies what is read for it alone.
+        let of = of.filter(|_| kind != LoadSource::Ranges);
         let verified = of.as_ref().and_then(|of| {
             let all = self.verified();
             let found = all.get(of).filter(|found| found.of == source.content());
             found.map(|found| found.bits.clone())
         });
         let parts = source.parts().len() as u32;
-        let (kind, world) = match source {
-            Source::Memory { .. } => (LoadSource::Memory, parts),
-            Source::Cluster { .. } => (LoadSource::Cluster, 0),
-        };
+        let world = if kind == LoadSource::Memory { parts } else { 0 };
         tickets.next += 1;
         let loadable = Loadable {
             ticket: tickets.next,
@@ -213,8 +295,9 @@ impl StagingDaemon {
             verified: verified.unwrap_or_default(),
             newest_committed,
             world,
+            why_by_ranges,
         };
-        tickets.open.insert(tickets.next, Ticket { source, of });
+        tickets.open.insert(tickets.next, Ticket { source, of, window: None });
         Ok((Answer::Loadable(loadable), vec![descriptor]))
     }
 
@@ -374,7 +457,7 @@ impl StagingDaemon {
         ticket: u64,
         extents: &[u32],
     ) -> Result<(), Failure> {
-        let Ticket { source, of } = tickets.open.get(&ticket).ok_or_else(no_ticket)?;
+        let Ticket { source, of, .. } = tickets.open.get(&ticket).ok_or_else(no_ticket)?;
         let Some(of) = of else { return Ok(()) };
         let count = source.table().extents().len();
         let mut verified = self.verified();
@@ -408,7 +491,7 @@ impl StagingDaemon {
         ticket: u64,
         name: &str,
     ) -> Result<(), Failure> {
-        let Ticket { source, of } = tickets.open.remove(&ticket).ok_or_else(no_ticket)?;
+        let Ticket { source, of, .. } = tickets.open.remove(&ticket).ok_or_else(no_ticket)?;
         if let Some(of) = of {
             self.verified().remove(&of);
         }

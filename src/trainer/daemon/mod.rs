@@ -6,6 +6,7 @@ mod fetch;
 pub mod folder;
 pub mod hold;
 mod loads;
+mod ranges;
 pub mod records;
 mod recovery;
 mod server;
@@ -20,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 
 use self::core::{Core, Effect, Limits, StepKey};
@@ -28,6 +29,7 @@ use self::fetch::Fetches;
 use self::folder::{Folder, FolderError};
 use self::hold::Bell;
 use self::loads::{LoadKey, Verified};
+use self::ranges::MAX_WINDOWS;
 use self::records::SaveState;
 use self::trace::{TracePoint, trace_point};
 use crate::client::{Client, Progress};
@@ -107,6 +109,7 @@ pub struct StagingDaemon {
     progress: Mutex<BTreeMap<StepKey, Progress>>,
     fetches: Mutex<Fetches>,
     verified: Mutex<BTreeMap<LoadKey, Verified>>,
+    windows: Semaphore,
     connections: watch::Sender<usize>,
 }
 
@@ -158,6 +161,7 @@ impl StagingDaemon {
             progress: Mutex::default(),
             fetches: Mutex::default(),
             verified: Mutex::default(),
+            windows: Semaphore::new(MAX_WINDOWS),
             connections: watch::Sender::new(0),
         });
         daemon.recover()?;

@@ -206,7 +206,19 @@ impl StagingDaemon {
                 self.watch(peer);
                 plain(Answer::Attached { segments })
             }
-            Request::Fill { step, limit_ms } => self.fill(peer.member, step, limit_ms).await,
+            Request::Fill { step, or_skip, limit_ms } => {
+                let filled = self.fill(peer.member, step, or_skip, limit_ms).await?;
+                match filled {
+                    // The decision is the launch's: of its ranks none saves the step, or all do.
+                    (Answer::Pending(pending), _)
+                        if or_skip
+                            && self.with(|core| core.skip(peer.member, step, &pending.what)) =>
+                    {
+                        plain(Answer::Skipped { what: pending.what })
+                    }
+                    filled => Ok(filled),
+                }
+            }
             Request::Staged { step, segment, fill, samples } => {
                 self.with(|core| core.staged(peer.member, step, segment, fill, samples))?;
                 plain(Answer::Done)
@@ -242,6 +254,9 @@ impl StagingDaemon {
                 let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
                 let bytes = self.with(|core| core.free_job(&job, with_unsaved, &is_unmapped));
                 plain(Answer::Freed { bytes: bytes + self.free_fetches(Some(&job)) })
+            }
+            Request::ReadExtents { ticket, extents, limit_ms } => {
+                self.read_extents(&mut peer.tickets, ticket, extents, limit_ms).await
             }
             Request::Leave => {
                 self.member_ended(peer.member, Ending::Left);
@@ -345,7 +360,16 @@ impl StagingDaemon {
         self.bell.ring();
     }
 
-    async fn fill(self: &Arc<Self>, member: MemberId, step: Step, limit_ms: u32) -> Replied {
+    async fn fill(
+        self: &Arc<Self>,
+        member: MemberId,
+        step: Step,
+        or_skip: bool,
+        limit_ms: u32,
+    ) -> Replied {
+        // A step that another rank has begun to fill is waited for.
+        let may_skip = or_skip && self.with(|core| core.may_skip(member, step));
+        let limit_ms = if may_skip { 0 } else { limit_ms };
         let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
         // The answer to its last *staged* may be lost: that step is not dropped because the rank goes on to another one.
@@ -385,6 +409,7 @@ impl StagingDaemon {
                         made.inspect_err(|_| self.with(|core| core.not_made(segment)))?;
                     return Ok((Answer::Prepared { segments: vec![segment] }, vec![descriptor]));
                 }
+                FillOutcome::Skipped(what) => return plain(Answer::Skipped { what }),
                 FillOutcome::Full(what) => {
                     if now >= until {
                         return waiting(what);

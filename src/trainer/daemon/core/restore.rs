@@ -31,6 +31,7 @@ impl Launch {
             launch_bytes: 0,
             reserved_bytes: 0,
             taken: BTreeSet::new(),
+            skipped: None,
             over: BTreeMap::new(),
         }
     }

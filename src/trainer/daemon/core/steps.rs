@@ -54,6 +54,11 @@ impl Core {
         {
             return Err(saved_twice(&place, step));
         }
+        if let Some((skipped, why)) = &launch.skipped
+            && *skipped == step
+        {
+            return Ok(FillOutcome::Skipped(why.clone()));
+        }
         let again = self.filling_segment(member, &place, step);
         self.went_on(member, &place, step);
         let Some(segment) = again.or_else(|| self.free_segment(member, is_unmapped)) else {
@@ -78,6 +83,25 @@ impl Core {
         }
         self.effects.push(Effect::MarkFilling(segment, fill));
         Ok(FillOutcome::Segment(segment, fill))
+    }
+
+    /// Returns whether no rank of the member's launch has begun to fill the step.
+    pub fn may_skip(&self, member: MemberId, step: Step) -> bool {
+        self.writer(member).is_ok_and(|place| self.key_of(&place.job, step, place.launch).is_none())
+    }
+
+    /// Skips a step for the member's whole launch, unless a rank has begun to fill it. Returns whether it is skipped.
+    pub fn skip(&mut self, member: MemberId, step: Step, why: &str) -> bool {
+        let Ok(place) = self.writer(member) else { return false };
+        if !self.may_skip(member, step) {
+            return false;
+        }
+        let job = self.jobs.get_mut(&place.job);
+        let Some(launch) = job.and_then(|job| job.launches.get_mut(&place.launch)) else {
+            return false;
+        };
+        launch.skipped = Some((step, why.to_owned()));
+        true
     }
 
     /// The segment into which the member fills the step already: it asks again when the answer was lost. With another one there would be

@@ -213,6 +213,30 @@ fn said_twice_it_counts_once() {
 }
 
 #[test]
+fn a_step_is_skipped_by_all_ranks_or_by_none() {
+    let mut world = World::new(64 * MIB);
+    for rank in 0..2 {
+        world.prepare(1, rank, 2).unwrap();
+    }
+    for step in [10, 20] {
+        for own in [16, 17] {
+            world.stage(own, step);
+        }
+    }
+    assert!(matches!(world.fill(16, 30).unwrap(), FillOutcome::Full(_)));
+    assert!(world.core.skip(member(16), Step(30), "no segment is free"));
+    // There is room when the other rank comes.
+    world.commit(1, 10);
+    assert_eq!(world.fill(17, 30).unwrap(), FillOutcome::Skipped("no segment is free".into()));
+    // Of a step that one rank fills no other one can be left out.
+    assert!(matches!(world.fill(17, 40).unwrap(), FillOutcome::Segment(..)));
+    assert!(!world.core.may_skip(member(16), Step(40)));
+    assert!(!world.core.skip(member(16), Step(40), "no segment is free"));
+    assert!(matches!(world.fill(16, 40).unwrap(), FillOutcome::Segment(..)));
+    assert!(world.core.may_skip(member(16), Step(50)));
+}
+
+#[test]
 fn only_a_committed_step_that_nobody_reads_gives_its_segment_back() {
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();

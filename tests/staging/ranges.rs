@@ -1,0 +1,151 @@
+//! Loads by ranges: of a step in the cluster only what is wanted is read, and a step that does not fit into memory can be loaded.
+
+use rapidraid::trainer::StagingError;
+use rapidraid::trainer::load::LoadedStep;
+use rapidraid::trainer::protocol::{Load, LoadSource, MAX_WINDOW_EXTENTS, Request, WINDOW_BYTES};
+use rapidraid::trainer::session::Session;
+
+use crate::content;
+use crate::launch::{Launch, Plan};
+use crate::machine::Cluster;
+use crate::stage::{Stage, with_wait};
+use crate::{Cell, cells};
+
+pub const CELLS: &[Cell] = cells![
+    extents_are_read_as_they_are_asked_for,
+    a_step_that_does_not_fit_is_loaded_all_the_same,
+    windows_are_as_long_as_they_may_be,
+    requests_for_extents_that_make_no_sense,
+];
+
+/// Rows of the shared tensor of which a rank's part takes more than half of a window.
+const MANY_ROWS: u64 = 320_000;
+
+/// A job whose step 10 is in the cluster alone.
+fn archived(stage: &Stage<'_>, plan: &Plan) {
+    let mut launch = Launch::ready(stage, plan);
+    launch.save(10);
+    launch.wait(10);
+    launch.kill();
+    stage.until("all is given back", || {
+        stage.free(&plan.job);
+        stage.status().used_bytes == 0
+    });
+}
+
+fn load_of(job: &str, table_first: bool) -> Load {
+    let job = job.parse().unwrap();
+    Load { job, launch: None, step: None, offline: false, table_first, limit_ms: 0 }
+}
+
+fn open(session: &mut Session, load: &Load) -> LoadedStep {
+    with_wait(|wait| session.load(load, &mut |_, _| (), wait)).unwrap().unwrap()
+}
+
+fn release(session: &mut Session, step: LoadedStep) {
+    with_wait(|wait| session.release(step, wait)).unwrap();
+}
+
+fn extents_are_read_as_they_are_asked_for(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    archived(&stage, &Plan::new(job, 2));
+    let mut session = stage.session().unwrap();
+    let mut step = open(&mut session, &load_of(job, true));
+    assert_eq!(step.about.source, LoadSource::Ranges);
+    assert_eq!((step.about.why_by_ranges.as_str(), stage.status().used_bytes), ("", 0));
+    // What is not in the window cannot be read.
+    let extents = step.table.extents().iter();
+    let last = extents.filter(|extent| extent.len_bytes > 0).count() as u32 - 1;
+    assert!(step.bytes(last).is_err());
+    with_wait(|wait| session.read_extents(&mut step, &[last], &mut |_, _| (), wait)).unwrap();
+    step.bytes(last).unwrap();
+    assert!(step.bytes(0).is_err());
+    let found = with_wait(|wait| content::check(&mut session, &mut step, wait)).unwrap();
+    assert_eq!((found.step, found.world, found.is_from_memory), (10, 2, false));
+    release(&mut session, step);
+    assert_eq!((stage.status().used_bytes, stage.files("fetched").len()), (0, 0));
+    // The whole step is read for a process that wants it, and then for everybody.
+    for (table_first, source) in [(false, LoadSource::Cluster), (true, LoadSource::Cluster)] {
+        let step = open(&mut session, &load_of(job, table_first));
+        assert_eq!(step.about.source, source);
+        release(&mut session, step);
+    }
+    stage.assert_sound();
+}
+
+fn a_step_that_does_not_fit_is_loaded_all_the_same(cluster: &Cluster, job: &str) {
+    let mut stage = Stage::start(cluster, "64MiB", &[]);
+    archived(&stage, &Plan { rows: 20_000, ..Plan::new(job, 2) });
+    stage.kill();
+    stage.set("staging.memory=2MiB");
+    stage.restart();
+    // All ranks of a launch too.
+    let plan = Plan::new(job, 2);
+    let mut launch = Launch::start(&stage, &plan);
+    for found in launch.load(None) {
+        assert_eq!((found["step"].as_u64(), found["memory"].as_bool()), (Some(10), Some(false)));
+    }
+    let mut session = stage.session().unwrap();
+    let step = open(&mut session, &load_of(job, false));
+    assert_eq!(step.about.source, LoadSource::Ranges);
+    assert!(
+        step.about.why_by_ranges.contains("does not fit into 2.0 MiB"),
+        "{}",
+        step.about.why_by_ranges
+    );
+    release(&mut session, step);
+    assert_eq!((stage.status().used_bytes, stage.files("fetched").len()), (0, 0));
+    stage.assert_sound();
+}
+
+fn windows_are_as_long_as_they_may_be(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "256MiB", &[]);
+    archived(&stage, &Plan { rows: MANY_ROWS, ..Plan::new(job, 2) });
+    let mut session = stage.session().unwrap();
+    let mut step = open(&mut session, &load_of(job, true));
+    let wanted: Vec<Vec<u32>> =
+        (0..step.table.extents().len() as u32).map(|row| vec![row]).collect();
+    let windows = step.windows(&wanted);
+    assert!(step.len_bytes() > WINDOW_BYTES && windows.len() == 2, "{windows:?}");
+    with_wait(|wait| content::check(&mut session, &mut step, wait)).unwrap();
+    let Err(StagingError::Failed(_)) = with_wait(|wait| {
+        let all: Vec<u32> = wanted.iter().flatten().copied().collect();
+        session.read_extents(&mut step, &all, &mut |_, _| (), wait)
+    }) else {
+        panic!("two windows at once");
+    };
+    release(&mut session, step);
+    stage.assert_sound();
+}
+
+fn requests_for_extents_that_make_no_sense(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    archived(&stage, &Plan::new(job, 1));
+    let mut session = stage.session().unwrap();
+    let step = open(&mut session, &load_of(job, true));
+    let ticket = step.about.ticket;
+    let refused = |session: &mut Session, ticket, extents: Vec<u32>, says: &str| {
+        let request = Request::ReadExtents { ticket, extents, limit_ms: 100 };
+        let error = with_wait(|wait| session.ask("a part", &request, wait)).unwrap_err();
+        assert!(error.to_string().contains(says), "{error}");
+    };
+    refused(&mut session, ticket, vec![u32::MAX], "no extent");
+    refused(&mut session, ticket, vec![0; MAX_WINDOW_EXTENTS + 1], "at most");
+    refused(&mut session, ticket + 1, vec![0], "not open");
+    release(&mut session, step);
+    refused(&mut session, ticket, vec![0], "not open");
+    let whole = open(&mut session, &load_of(job, false));
+    let ticket = whole.about.ticket;
+    refused(&mut session, ticket, vec![0], "not by ranges");
+    release(&mut session, whole);
+    stage.free(job);
+    // A process that asks and goes away.
+    let step = open(&mut session, &load_of(job, true));
+    let request = Request::ReadExtents { ticket: step.about.ticket, extents: vec![0], limit_ms: 0 };
+    with_wait(|wait| session.ask("a part", &request, wait)).unwrap();
+    drop((step, session));
+    let again =
+        with_wait(|wait| content::load(&mut stage.session().unwrap(), &load_of(job, true), wait));
+    assert_eq!(again.unwrap().unwrap().step, 10);
+    stage.assert_sound();
+}

@@ -179,8 +179,15 @@ impl Run {
         println!("\n== mypy of the benchmarks");
         python::run(environment.command("mypy").args(["benchmarks/trainers"]))?;
         let mut tests = environment.command("python");
-        // The package that is tested is the installed one, not the folder beside the tests.
-        tests.args(["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]);
+        // The package that is tested is the installed one, not the folder beside the tests; also by programs that the tests start.
+        tests.env("PYTHONSAFEPATH", "1").args([
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests",
+        ]);
         self.counted("Python tests", Runner::Pytest, &mut tests)
     }
 

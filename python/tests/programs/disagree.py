@@ -6,6 +6,7 @@ usage: disagree.py CONFIG OTHER_CONFIG JOB hosts|steps
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,30 @@ import rapidraid
 config, other, job, part = sys.argv[1:5]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-try:
+
+
+def is_refused(call: Callable[[], object]) -> bool:
+    """Returns whether a call is refused, and says so."""
+    try:
+        call()
+    except rapidraid.RapidraidError as error:
+        print(f"rank {rank} refused: {error}", flush=True)
+        return True
+    return False
+
+
+def save() -> None:
+    """Saves step 1 on both ranks, then step 2 on rank 0 and step 3 on rank 1, at any pace."""
     checkpointer = rapidraid.Checkpointer(job, config=other if part == "hosts" and rank == 1 else config, timeout=30)
     state = {"a": torch.full((4,), float(rank))}
     checkpointer.save(1, state)
     checkpointer.wait()
-    # Rank 1 leaves a step out.
-    step = 2 + rank
-    checkpointer.save(step, state)
+    refused = is_refused(lambda: checkpointer.save(2 + rank, state))
     dist.barrier()
-    checkpointer.wait(step)
-    print(f"rank {rank} committed")
-except rapidraid.RapidraidError as error:
-    print(f"rank {rank} refused: {error}", flush=True)
+    if not refused and not is_refused(lambda: checkpointer.wait(2 + rank)):
+        print(f"rank {rank} committed")
+
+
+is_refused(save)
 dist.barrier()
 dist.destroy_process_group()

@@ -13,6 +13,8 @@ mod away;
 mod content;
 #[path = "staging/crashes.rs"]
 mod crashes;
+#[path = "staging/flips.rs"]
+mod flips;
 #[path = "staging/hostile.rs"]
 mod hostile;
 #[path = "staging/input.rs"]
@@ -54,6 +56,9 @@ const JOBS: u64 = 3;
 
 /// Kills of the suite's storm.
 const SUITE_KILLS: u64 = 20;
+
+/// Bits that the suite turns in each place.
+const SUITE_FLIPS: u64 = 2;
 
 /// Six nodes, and leases that are over soon.
 const CLUSTER: [&str; 3] = ["code.list=6,4", "timeouts.lease_s=3", "policy.archive_all_but=never"];
@@ -141,6 +146,19 @@ fn a_part_of_a_step_is_read_by_ranges() {
 #[test]
 fn a_hostile_trainer_hurts_nobody_else() {
     play(hostile::CELLS);
+}
+
+#[test]
+fn a_bit_that_turns_anywhere_is_never_committed_or_loaded() {
+    let count = number("RAPIDRAID_FLIPS").unwrap_or(SUITE_FLIPS);
+    let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
+    let cluster = Cluster::start(6, &CLUSTER);
+    let seen = json!(flips::play(&cluster, count, seed));
+    eprintln!("{seen:#}");
+    if let Some(path) = setting("RAPIDRAID_KILLS_RESULT") {
+        let record = json!({ "bits_in_each_place": count, "seed": seed, "seen": seen });
+        std::fs::write(path, format!("{record:#}\n")).unwrap();
+    }
 }
 
 #[test]

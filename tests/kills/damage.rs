@@ -9,7 +9,8 @@ use rapidraid::net::{Address, Transport};
 use rapidraid::wire::calls::CatalogueList;
 use std::sync::Arc;
 
-use crate::fleet::{Fleet, LEASE, files_below};
+use crate::fleet::{Fleet, LEASE};
+use crate::machine::files_below;
 
 /// Keys that are asked for at once: more than a fleet at rest has nodes, and enough to say what is left.
 const SHOWN: u32 = 100;

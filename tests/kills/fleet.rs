@@ -1,6 +1,6 @@
 //! Daemons that die and come back, the commands of clients, and what all of them say.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -218,21 +218,4 @@ pub fn message_of(ended: &Ended) -> String {
     let document: Result<Value, _> = serde_json::from_str(&ended.out);
     let text = document.ok().and_then(|d| d["error"]["message"].as_str().map(str::to_owned));
     text.unwrap_or_else(|| ended.err.clone())
-}
-
-/// All files below a folder, by relative path; what vanishes meanwhile is none.
-pub fn files_below(folder: &Path) -> Vec<String> {
-    let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
-    while let Some(next) = folders.pop() {
-        let Ok(entries) = std::fs::read_dir(&next) else { continue };
-        for path in entries.flatten().map(|entry| entry.path()) {
-            if path.is_dir() {
-                folders.push(path);
-            } else {
-                found.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned());
-            }
-        }
-    }
-    found.sort();
-    found
 }

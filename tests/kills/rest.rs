@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT, files_below};
+use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT};
+use crate::machine::files_below;
 
 /// What a data folder may have when no checkpoint is committed.
 const KEPT: [&str; 5] = ["lock", "node.id", "epoch", "heard", "members"];

@@ -297,17 +297,25 @@ impl Cluster {
     }
 }
 
-/// All files below a folder, by relative path.
+/// All files below a folder with their bytes, by relative path.
 pub fn tree(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let read = |name: String| {
+        let bytes = std::fs::read(folder.join(&name)).unwrap();
+        (name, bytes)
+    };
+    files_below(folder).into_iter().map(read).collect()
+}
+
+/// All files below a folder, by relative path, sorted. What vanishes meanwhile is none.
+pub fn files_below(folder: &Path) -> Vec<String> {
     let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
     while let Some(next) = folders.pop() {
-        for entry in std::fs::read_dir(&next).unwrap() {
-            let path = entry.unwrap().path();
+        let Ok(entries) = std::fs::read_dir(&next) else { continue };
+        for path in entries.flatten().map(|entry| entry.path()) {
             if path.is_dir() {
                 folders.push(path);
             } else {
-                let name = path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned();
-                found.push((name, std::fs::read(&path).unwrap()));
+                found.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned());
             }
         }
     }

@@ -54,10 +54,7 @@ fn goes_on(stage: &Stage<'_>, job: &str, fill: Option<&str>) {
     stage.until_state(job, 10, "committed");
     assert_eq!(stage.committed(job), [10]);
     let memory = stage.load(job, None).unwrap().unwrap();
-    stage.until("all is given back", || {
-        stage.free(job);
-        stage.status().used_bytes == 0
-    });
+    stage.forget(job);
     let cluster = stage.load(job, None).unwrap().unwrap();
     assert!(memory.is_from_memory && !cluster.is_from_memory);
     assert_eq!((memory.step, memory.fill), (10, cluster.fill));
@@ -163,10 +160,7 @@ fn killed_while_a_step_is_read_from_the_cluster(cluster: &Cluster, job: &str) {
     let fill = launch.save(10);
     launch.wait(10);
     launch.kill();
-    stage.until("all is given back", || {
-        stage.free(job);
-        stage.status().used_bytes == 0
-    });
+    stage.forget(job);
     stage.watch.set_trap(TracePoint::Fetching, &[stage.pid()], Signal::KILL);
     let mut reader = Trainer::start(&stage.dir(), None);
     let load = json!({ "do": "load", "job": job });

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 use crate::content::{self, Loaded};
 use crate::launch::in_container;
-use crate::machine::{Cluster, Daemon, Ended, exit_code, program, run};
+use crate::machine::{Cluster, Daemon, Ended, exit_code, files_below, program, run};
 use crate::watch::Watch;
 
 /// What comes in the end comes within this, on a busy machine too.
@@ -180,6 +180,14 @@ impl<'a> Stage<'a> {
         until(what, || format!("{}{:#?}", self.watch.tail(), self.status()), holds);
     }
 
+    /// Gives back a job's memory until there is none.
+    pub fn forget(&self, job: &str) {
+        self.until("all is given back", || {
+            self.free(job);
+            self.status().used_bytes == 0
+        });
+    }
+
     /// Loads a step, or the resume point, without a launch, and checks every byte.
     pub fn load(&self, job: &str, step: Option<u64>) -> Result<Option<Loaded>, StagingError> {
         self.load_with(job, step, false)
@@ -234,23 +242,6 @@ impl<'a> Stage<'a> {
     pub fn files(&self, folder: &str) -> Vec<String> {
         files_below(&self.dir().join(folder))
     }
-}
-
-fn files_below(folder: &Path) -> Vec<String> {
-    let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
-    while let Some(next) = folders.pop() {
-        // What vanishes meanwhile is none.
-        let Ok(entries) = std::fs::read_dir(&next) else { continue };
-        for path in entries.flatten().map(|entry| entry.path()) {
-            if path.is_dir() {
-                folders.push(path);
-            } else {
-                found.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned());
-            }
-        }
-    }
-    found.sort();
-    found
 }
 
 /// Calls with the usual deadline.

@@ -87,10 +87,7 @@ fn is_resumed(stage: &Stage<'_>, job: &str, fill: &str, from_memory: bool, world
     launch.wait(20);
     // Also the bytes in the cluster.
     drop(launch);
-    stage.until("all is given back", || {
-        stage.free(job);
-        stage.status().used_bytes == 0
-    });
+    stage.forget(job);
     let again = stage.load(job, Some(10)).unwrap().unwrap();
     assert_eq!((again.fill.to_string().as_str(), again.is_from_memory), (fill, false));
     stage.assert_sound();

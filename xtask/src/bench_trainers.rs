@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 
-use crate::python::{Environment, Unable, run};
+use crate::python::{run, with_wheel};
 
 /// The record, and the folder of its pictures.
 const OUT: [&str; 2] = ["benches/record/trainers.json", "docs/benchmarks"];
@@ -27,16 +27,7 @@ pub fn bench(arguments: &[&str]) -> ExitCode {
 }
 
 fn measure(root: &Path, arguments: &[&str]) -> Result<()> {
-    let environment = match Environment::make(root) {
-        Ok(environment) if environment.has_torch => environment,
-        Ok(_) => return Err(anyhow!("torch cannot be installed here")),
-        Err(Unable::Missing(what)) => return Err(anyhow!("{what}")),
-        Err(Unable::Failed(error)) => return Err(error),
-    };
-    let mut packages = environment.command("python");
-    packages.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-    run(packages.args(PACKAGES))?;
-    environment.install(&environment.wheel("release")?)?;
+    let environment = with_wheel(root, "release", &PACKAGES)?;
     let [record, pictures] = if arguments.contains(&"--short") { SHORT_OUT } else { OUT };
     let mut program = environment.command("python");
     program.args(["-P", "-m", "trainers", "--record"]).arg(root.join(record));

@@ -1,8 +1,13 @@
-//! `cargo xtask kills`: real daemons that are killed, by the tests `kills`, `sixteen` and `staging`. The environment says how much of it.
+//! `cargo xtask kills`: real daemons that are killed, by the tests `kills`, `sixteen` and `staging`, and by `python/tests/test_kills.py`.
+//! The environment says how much of it.
 
+use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::Result;
+
 use crate::cargo;
+use crate::python::{run, with_wheel};
 
 /// What to play.
 #[derive(Debug, PartialEq, Eq)]
@@ -17,6 +22,9 @@ pub struct Kills {
 const CELLS: &str = "at_a_stage";
 const RANDOM: &str = "at_any_moment";
 const STANDSTILL: &str = "do_not_stand_still";
+/// Not a test of cargo: a file of pytest.
+const TORCH: &str = "torch";
+const FLIPS: &str = "a_bit_that_turns";
 const STAGING: &str = "no_whole_step_is_lost";
 
 /// What the arguments ask for; an error says what is wrong with them.
@@ -51,6 +59,14 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
                 what.push(("staging", STAGING, &[][..]));
                 ("RAPIDRAID_KILLS_STAGING", true)
             }
+            "--flips" => {
+                what.push(("staging", FLIPS, &[][..]));
+                ("RAPIDRAID_FLIPS", true)
+            }
+            "--torch" => {
+                what.push((TORCH, "", &[][..]));
+                ("RAPIDRAID_KILLS_TORCH", true)
+            }
             "--result" => {
                 // The test runs in a folder of its own.
                 let path = rest.next().and_then(|path| std::path::absolute(path).ok());
@@ -70,18 +86,44 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     match what[..] {
         [(test, only, skip)] => Ok(Kills { test, only, skip, settings }),
         _ => {
-            Err("kills plays one of --cells, --cell, --random, --restores, --standstill, --staging"
-                .into())
+            let all =
+                "--cells, --cell, --random, --restores, --standstill, --staging, --flips, --torch";
+            Err(format!("kills plays one of {all}"))
         }
     }
 }
 
 /// Plays it, and shows what the tests say while they run.
 pub fn kills(kills: &Kills) -> ExitCode {
+    if kills.test == TORCH {
+        return match kills_with_torch(&kills.settings) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("cargo xtask kills: {error:#}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     // One after the other: what is measured has the machine for itself.
     let mut arguments = vec!["--test-threads", "1", kills.only];
     arguments.extend(kills.skip.iter().flat_map(|skip| ["--skip", skip]));
     cargo::test(kills.test, &arguments, kills.settings.iter().cloned())
+}
+
+fn kills_with_torch(settings: &[(&str, String)]) -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
+    let environment = with_wheel(root, "dev", &[])?;
+    let mut tests = environment.command("python");
+    tests.env("PYTHONSAFEPATH", "1").args([
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_kills.py",
+    ]);
+    run(tests.envs(settings.iter().cloned()))
 }
 
 #[cfg(test)]
@@ -101,6 +143,10 @@ mod tests {
         let staging = parse(&["--staging", "1000", "--result", "/tmp/seen.json"]).unwrap();
         assert_eq!((staging.test, staging.only), ("staging", STAGING));
         assert_eq!(staging.settings[1], ("RAPIDRAID_KILLS_RESULT", "/tmp/seen.json".to_owned()));
+        let flips = parse(&["--flips", "100"]).unwrap();
+        assert_eq!((flips.test, flips.only), ("staging", FLIPS));
+        let torch = parse(&["--torch", "20"]).unwrap();
+        assert_eq!((torch.test, torch.settings[0].0), (TORCH, "RAPIDRAID_KILLS_TORCH"));
         assert_eq!(parse(&["--cells"]).unwrap().only, CELLS);
         for wrong in [
             &[][..],

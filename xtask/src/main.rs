@@ -30,6 +30,8 @@ cargo xtask kills --random N [--seed S]             N kills at any moment, two c
 cargo xtask kills --restores [--mib M]              sixteen daemons: restores with nodes gone or standing still
 cargo xtask kills --standstill                      64 stripes at once over them, with the least memory
 cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers and their staging daemon, in each phase of a step
+cargo xtask kills --flips N [--seed S] [--result FILE]      N bits that turn in each place: segments, files, memory of loads
+cargo xtask kills --torch N [--seed S] [--result FILE]      N kills of PyTorch trainers and their staging daemon
 cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels beside others; docs/benchmarks/kernels.md
 cargo xtask bench kernels --as NAME [--json]    the same on another processor: kernels-NAME beside the record; its page must exist
 cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json

@@ -37,6 +37,23 @@ fn quiet(command: &mut Command) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
+/// Makes the environment with torch and the wheel of this profile in it, for a command that can do nothing without.
+pub fn with_wheel(root: &Path, profile: &str, packages: &[&str]) -> Result<Environment> {
+    let environment = match Environment::make(root) {
+        Ok(environment) if environment.has_torch => environment,
+        Ok(_) => bail!("torch cannot be installed here"),
+        Err(Unable::Missing(what)) => bail!("{what}"),
+        Err(Unable::Failed(error)) => return Err(error),
+    };
+    if !packages.is_empty() {
+        let mut pip = environment.command("python");
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        run(pip.args(packages))?;
+    }
+    environment.install(&environment.wheel(profile)?)?;
+    Ok(environment)
+}
+
 impl Environment {
     /// Makes the environment, or finds it as it was made before.
     pub fn make(root: &Path) -> Result<Self, Unable> {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from . import _native
 from .errors import CorruptError, InvalidError, NotFoundError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, Maker, flatten, is_array, is_tensor, show
-from .tensors import address, check_writable, describe, is_fillable, nbytes, new_tensor, put_scratch, scratch_like
+from .tensors import address, alias_key, check_writable, describe, is_fillable, memory_span, nbytes, new_tensor, put_scratch, scratch_like
 
 log = logging.getLogger("rapidraid")
 
@@ -38,7 +39,8 @@ class Reader:
     loaded: _native.LoadedStep
     #: Processes that load the same at the same time.
     readers: int
-    timeout: float
+    #: When the load must be over, by the monotonic clock.
+    until: float
 
     def check_wanted(self, targets: list[Target], names: list[int]) -> None:
         """Raises :class:`ReadWholeError` where a load by ranges is a waste. Says why it is one otherwise."""
@@ -47,17 +49,17 @@ class Reader:
             return
         total, wanted = self.loaded.wanted_bytes(targets, names)
         if why:
-            log.warning("step %d is read in parts, by each rank for itself: %s", self.loaded.number, why)
+            log.warning("step %d is read in parts, for want of memory: %s", self.loaded.number, why)
         elif wanted * self.readers >= total * WORTH_RANGES:
             raise ReadWholeError
         else:
-            log.info("step %d: %d of %d bytes are wanted, and only they are read", self.loaded.number, wanted, total)
+            log.info("step %d: only the parts that are wanted are read, %d of %d bytes", self.loaded.number, wanted, total)
 
     def windows(self, targets: list[Target], names: list[int]) -> Iterator[list[int]]:
         """Gets the bytes of targets or names. Yields the places of those of which bytes are here now."""
         for extents, places in self.loaded.windows(targets, names):
             if extents:
-                self.session.read_extents(self.loaded, extents, self.timeout)
+                self.session.read_extents(self.loaded, extents, max(0.0, self.until - time.monotonic()))
             yield places
 
     def copy(self, targets: list[Target]) -> str | None:
@@ -70,9 +72,8 @@ class Reader:
 
     def content(self, row: int) -> bytes:
         """Returns the bytes of a plain value."""
-        for _ in self.windows([], [row]):
-            return self.loaded.content(row)
-        return b""
+        next(self.windows([], [row]))
+        return self.loaded.content(row)
 
 
 def _threads() -> int:
@@ -160,7 +161,7 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
 
 def _maker_of(flat: Flat, keys: Keys) -> Maker | None:
     """Returns what makes the tensor of a name for which the state has no leaf, if an object of the state will take it."""
-    return next((maker for end in range(len(keys) + 1) if (maker := flat.open_below.get(keys[:end])) is not None), None)
+    return next((maker for end in range(len(keys) + 1) if (maker := flat.creatable.get(keys[:end])) is not None), None)
 
 
 def _few(names: list[str]) -> str:
@@ -203,6 +204,17 @@ def _find(names: _Names, leaf: Leaf, source_rank: int | None) -> tuple[int | Non
     return next((key for key in order if key[0] is not None or key is shared if key in names.rows), None)
 
 
+@dataclass
+class _Destination:
+    """A part of a tensor of the step, and the tensor or array of this process that takes it."""
+
+    row: int
+    part: tuple[list[int], list[int]] | None
+    value: Any
+    #: The element type of the step, where it is another one.
+    cast_from: str | None
+
+
 class _Job:
     """What is copied where, decided before anything is changed."""
 
@@ -210,9 +222,7 @@ class _Job:
         self.loaded = loaded
         self.cast = cast
         self.allow_pickle = allow_pickle
-        self.targets: list[Target] = []
-        self.held: list[Any] = []
-        self.scratch: list[tuple[Any, Any]] = []
+        self.destinations: list[_Destination] = []
         self.values: list[tuple[Leaf, int, int]] = []
         self.created: dict[Keys, Any] = {}
         self.arrays: list[tuple[Keys, Any]] = []
@@ -246,15 +256,7 @@ class _Job:
             check_writable(where, piece.local)
             box = None if piece.box is None or tuple(piece.box[1]) == found.shape else piece.box
             part = None if box is None else (list(box[0]), list(box[1]))
-            into = piece.local
-            if differs:
-                into = new_tensor(element, list(into.shape))
-                self.scratch.append((piece.local, into))
-            elif not is_fillable(into):
-                into = scratch_like(into)
-                self.scratch.append((piece.local, into))
-            self.held.append(into)
-            self.targets.append((row, part, address(into), nbytes(into)))
+            self.destinations.append(_Destination(row, part, piece.local, element if differs else None))
 
     def create(self, keys: Keys, maker: Maker, row: int, name: Name) -> None:
         """Plans a name for which the state has no leaf yet, and whose object will take what is made here."""
@@ -276,9 +278,9 @@ class _Job:
 
     def run(self, reader: Reader) -> str | None:
         """Copies and verifies everything, then puts plain values in place."""
-        self._separate()
+        targets, scratch = self._targets()
         rows = [row for _, row, _ in self.values]
-        reader.check_wanted(self.targets, rows)
+        reader.check_wanted(targets, rows)
         contents = []
         for places in reader.windows([], rows):
             for leaf, row, flags in (self.values[at] for at in places):
@@ -287,44 +289,62 @@ class _Job:
                 except CorruptError:
                     return show(leaf.keys)
                 contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
-        damaged = reader.copy(self.targets)
+        damaged = reader.copy(targets)
         if damaged is not None:
             return damaged
-        for value, scratch in self.scratch:
-            put_scratch(value, scratch)
+        for value, loaded in scratch:
+            put_scratch(value, loaded)
         for leaf, value in contents:
             if leaf.put is not None:
                 leaf.put(value)
         return None
 
-    def _separate(self) -> None:
-        """Lets no two targets share memory.
+    def _targets(self) -> tuple[list[Target], list[tuple[Any, Any]]]:
+        """Returns where bytes are copied to, and what is put from there into its destination afterwards, in the order of the state.
 
-        Tied weights that are tied in the step too are one target. Others are loaded beside their memory, and the last one wins, as with a
-        plain load.
+        No two targets share memory. Tied weights that are tied in the step too are one. Where destinations share memory and the step has
+        several contents for them, all are loaded beside it, and the last one wins, as with a plain load.
         """
+        dropped, shared = self._overlaps()
+        targets: list[Target] = []
+        scratch: list[tuple[Any, Any]] = []
+        for at, destination in enumerate(self.destinations):
+            if at in dropped:
+                continue
+            into = destination.value
+            if destination.cast_from is not None:
+                into = new_tensor(destination.cast_from, list(into.shape))
+            elif at in shared or not is_fillable(into):
+                into = scratch_like(into)
+            if into is not destination.value:
+                scratch.append((destination.value, into))
+            targets.append((destination.row, destination.part, address(into), nbytes(into)))
+        return targets, scratch
+
+    def _overlaps(self) -> tuple[set[int], set[int]]:
+        """Returns the places of destinations that others stand for, and of those that share memory with others."""
         groups: list[list[int]] = []
         end = 0
-        for at in sorted(range(len(self.targets)), key=lambda at: self.targets[at][2]):
-            _, _, start, length = self.targets[at]
-            if groups and start < end:
+        spans = {at: span for at, destination in enumerate(self.destinations) if (span := memory_span(destination.value)) is not None}
+        for at in sorted(spans, key=lambda at: spans[at]):
+            if groups and spans[at][0] < end:
                 groups[-1].append(at)
             else:
                 groups.append([at])
-            end = max(end, start + length)
+            end = max(end, spans[at][1])
         dropped: set[int] = set()
-        for group in groups:
-            first_of = {repr(self.targets[at]): at for at in reversed(sorted(group))}
-            dropped.update(set(group) - set(first_of.values()))
-            if len(first_of) == 1:
-                continue
-            for at in sorted(first_of.values()):
-                row, part, _, length = self.targets[at]
-                into = scratch_like(self.held[at])
-                self.scratch.append((self.held[at], into))
-                self.held[at] = into
-                self.targets[at] = (row, part, address(into), length)
-        self.targets = [target for at, target in enumerate(self.targets) if at not in dropped]
+        shared: set[int] = set()
+        for group in (sorted(group) for group in groups if len(group) > 1):
+            members = [self.destinations[at] for at in group]
+            extents = self.loaded.extents_of([(member.row, member.part, 0, 0) for member in members])
+            first_of: dict[Any, int] = {}
+            for at, member, found in zip(group, members, extents, strict=True):
+                key = (tuple(found), repr(member.part), member.cast_from, alias_key(member.value))
+                if first_of.setdefault(key, at) != at:
+                    dropped.add(at)
+            if len(first_of) > 1:
+                shared.update(first_of.values())
+        return dropped, shared
 
 
 def read_one(reader: Reader, name: str, allow_pickle: bool) -> Any:

@@ -103,8 +103,11 @@ class LoadedStep:
     def by_ranges(self) -> tuple[bool, str]:
         """Whether extents are read from the cluster window by window, and why, if it is for want of memory."""
 
+    def extents_of(self, targets: list[_Target]) -> list[list[int]]:
+        """Returns the rows of the extents of each target."""
+
     def wanted_bytes(self, targets: list[_Target], names: list[int]) -> tuple[int, int]:
-        """Returns the bytes of the step, and of what these targets and names take of it."""
+        """Returns the bytes of the step, and how many are read for these targets and names by ranges."""
 
     def windows(self, targets: list[_Target], names: list[int]) -> list[tuple[list[int], list[int]]]:
         """Cuts the extents of targets and names into windows: extents, and the places of what they belong to, first the targets."""

@@ -58,7 +58,7 @@ class Replicated:
 
 
 #: What ranks tell each other of a tensor: element type, bits, shape, boxes with bytes, and the name that it shares its content with.
-Told = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
+Declared = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
 
 
 @dataclass
@@ -94,12 +94,7 @@ class Plan:
         """How many segments have views."""
         return len(self.views)
 
-    def again(self) -> Plan:
-        """Returns the plan for new segments."""
-        self.let_go()
-        return self
-
-    def let_go(self) -> None:
+    def release_segments(self) -> None:
         """Lets go of the segments."""
         self.views, self.buffers, self.memory = [], [], []
         for unregister in self._registered:
@@ -254,7 +249,7 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
                 contents[key] = encode(leaf, allow_pickle)
         except Exception as found_wrong:  # noqa: BLE001 - the other ranks wait for this rank's word, whatever went wrong
             error = error or found_wrong
-    told: dict[Keys, Any] = {}
+    declared: dict[Keys, Any] = {}
     private_bytes = 0
     for leaf in flat.leaves:
         key = (leaf.is_private, leaf.keys)
@@ -264,15 +259,15 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
                 private_bytes += found.len_bytes if found else len(contents.get(key, b""))
         elif found is not None:
             boxes = tuple((piece.box, nbytes(piece.local)) for piece in found.pieces)
-            told[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
+            declared[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
         else:
-            told[leaf.keys] = len(contents.get(key, b""))
-    everyone = gather((told, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
+            declared[leaf.keys] = len(contents.get(key, b""))
+    everyone = gather((declared, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
     raise_together(error, rank, [(refused, hint) for _, _, refused, hint in everyone])
-    owners, held_twice = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
+    owners, replicated_parts = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
     plan: Plan | None = None
     try:
-        plan = _lay_out(flat, rank, world, described, contents, alias, owners, held_twice)
+        plan = _lay_out(flat, rank, world, described, contents, alias, owners, replicated_parts)
     except Exception as found_wrong:  # noqa: BLE001 - as above
         error = found_wrong
     sizes = (plan.segment_bytes, plan.sample_bytes) if plan is not None else (0, 0)
@@ -299,7 +294,7 @@ def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str 
 Owners = dict[tuple[Keys, Box | None], int]
 
 
-def _owners(told: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[tuple[Keys, Box | None]]]:
+def _owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[tuple[Keys, Box | None]]]:
     """Decides who stores what of the shared content, as every rank decides alike: the holder with the fewest bytes so far.
 
     Returns also the parts that several ranks hold.
@@ -307,7 +302,7 @@ def _owners(told: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[
     holders: dict[tuple[Keys, Box | None], list[int]] = {}
     sizes: dict[tuple[Keys, Box | None], int] = {}
     first: dict[Keys, tuple[int, Any]] = {}
-    for rank, names in enumerate(told):
+    for rank, names in enumerate(declared):
         for keys, about in names.items():
             known = first.setdefault(keys, (rank, about))
             if isinstance(about, int):
@@ -383,7 +378,7 @@ def _lay_out(
     contents: dict[tuple[bool, Keys], bytes],
     alias: dict[tuple[bool, Keys], Keys],
     owners: Owners,
-    held_twice: set[tuple[Keys, Box | None]],
+    replicated_parts: set[tuple[Keys, Box | None]],
 ) -> Plan:
     writer = _native.TableWriter()
     owned: list[Owned] = []
@@ -405,7 +400,7 @@ def _lay_out(
         flags = leaf.flags | (FLAG_ARRAY if is_array(leaf.value) else 0)
         source = alias.get(key)
         for at, piece in enumerate(found.pieces):
-            if not leaf.is_private and source is None and (leaf.keys, piece.box) in held_twice and is_tensor(leaf.value):
+            if not leaf.is_private and source is None and (leaf.keys, piece.box) in replicated_parts and is_tensor(leaf.value):
                 label = show(leaf.keys) if piece.box is None else f"{show(leaf.keys)}, the box of {piece.box[1]} at {piece.box[0]},"
                 replicated.append(Replicated(label, leaf.keys, None if piece.box is None else at, piece.box))
             home = source if source is not None else leaf.keys

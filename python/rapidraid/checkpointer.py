@@ -41,6 +41,8 @@ _T = TypeVar("_T", bound=tuple[Any, ...])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+#: How long telling the end of a load may take: the daemon notices also by itself.
+RELEASE_S = 10.0
 #: How long giving up a step may take: the daemon also gives up steps that take longer than ``staging.fill_s``.
 GIVE_UP_S = 5.0
 #: How long a thread that waits for a commit keeps other threads from the session.
@@ -200,10 +202,14 @@ class Checkpointer:
 
     def _agree(self) -> tuple[str, int]:
         """Draws the launch's id on rank 0 and gives it to all; all ranks must be on one host."""
-        mine = (secrets.token_hex(16), _native.boot_ns(), self._session.instance, self._session.cluster)
+        mine = (secrets.token_hex(16), _native.boot_ns(), self._session.instance, self._session.cluster, self.when_full)
         found = self._group.gather(mine)
-        launch, born_ns, instance, cluster = found[0]
-        for rank, (_, _, other, other_cluster) in enumerate(found):
+        launch, born_ns, instance, cluster, when_full = found[0]
+        for rank, (_, _, other, other_cluster, other_when_full) in enumerate(found):
+            if other_when_full != when_full:
+                raise InvalidError(
+                    f"rank 0 has when_full={when_full!r}, rank {rank} when_full={other_when_full!r}", "give all ranks the same when_full"
+                )
             if other_cluster != cluster:
                 raise InvalidError(f"rank 0 saves to cluster {cluster}, rank {rank} to {other_cluster}", "give all ranks one configuration")
             if other != instance:
@@ -250,11 +256,13 @@ class Checkpointer:
 
     def _drop_plan(self) -> None:
         if self._plan is not None:
-            self._plan.let_go()
+            self._plan.release_segments()
         self._plan = None
 
     def _prepare(self, plan: Plan) -> None:
         self._drop_plan()
+        # Also after a failure: the layout is agreed on, and to agree anew would wait for the other ranks.
+        self._plan = plan
         count = self._daemon.prepare(
             self.job,
             self._launch,
@@ -269,9 +277,7 @@ class Checkpointer:
             keep=self._keep,
             timeout=self.timeout,
         )
-        for at in range(count):
-            plan.add_segment(self._daemon.segment(at))
-        self._plan = plan
+        self._add_segments(count)
 
     @_one_thread
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
@@ -289,11 +295,12 @@ class Checkpointer:
         sources = plan.sources(flatten(state, self.world), self.allow_pickle)
         stall.traversal = time.perf_counter() - begun
         begun = time.perf_counter()
-        at, fill = self._fill(step, plan)
+        at, fill, count = self._fill(step, plan)
         stall.waiting = time.perf_counter() - begun
         if at is None:
             return False
         try:
+            self._add_segments(count)
             begun = time.perf_counter()
             samples = plan.copy(at, sources, self._launch, step)
             stall.copy = time.perf_counter() - begun
@@ -314,7 +321,8 @@ class Checkpointer:
         except RapidraidError as error:
             log.debug("the daemon is not told that step %d is given up: %s", step, error)
 
-    def _fill(self, step: int, plan: Plan) -> tuple[int | None, str]:
+    def _fill(self, step: int, plan: Plan) -> tuple[int | None, str, int]:
+        """Returns the place of the segment to fill, the id of the filling, and how many segments there are; no place when it is skipped."""
         waited = time.monotonic()
         # The daemon decides for all ranks of the launch, so that none of them fills a step that another one skips.
         or_skip = self.when_full != "wait"
@@ -322,21 +330,23 @@ class Checkpointer:
             at, fill, count = self._daemon.fill(step, or_skip, self.timeout)
         except NotFoundError:
             # The daemon was started anew and has given this rank's memory to nobody yet.
-            self._prepare(plan.again())
+            self._prepare(plan)
             at, fill, count = self._daemon.fill(step, or_skip, self.timeout)
         if at is None:
             if self.when_full == "error":
                 raise BusyError(f"step {step} is not saved: {fill}", 'wait for earlier steps, or pass when_full="wait"')
             log.warning("step %d is skipped: %s", step, fill)
-            return None, ""
+            return None, "", 0
         waited = time.monotonic() - waited
         if waited > 0.1:
             log.info("step %d waited %.2f s for a free segment", step, waited)
-        active = self._plan
-        assert active is not None
-        while active.segments < count:
-            active.add_segment(self._daemon.segment(active.segments))
-        return at, fill
+        return at, fill, count
+
+    def _add_segments(self, count: int) -> None:
+        plan = self._plan
+        assert plan is not None
+        while plan.segments < count:
+            plan.add_segment(self._daemon.segment(plan.segments))
 
     def wait(self, step: int | None = None, timeout: float | None = None) -> list[str]:
         """Waits until ``step`` (default: the last one that was saved) is committed. Returns things worth knowing about its save."""
@@ -441,7 +451,7 @@ class Checkpointer:
                 break
             if last:
                 raise CorruptError(f"{damaged} is damaged", "load an older step")
-            log.warning("%s is damaged in this host's memory: step %d is loaded again", damaged, number)
+            log.warning("%s is damaged: step %d is loaded again", damaged, number)
         self._loaded, self._newest_seen = number, newest
         if newest is not None and newest > number:
             log.warning(
@@ -471,7 +481,7 @@ class Checkpointer:
                 return value
             if last:
                 raise CorruptError(f"{damaged} is damaged", "read another step")
-            log.warning("%s is damaged in this host's memory: it is read again", name)
+            log.warning("%s is damaged: it is read again", name)
         raise AssertionError("the second read returns or raises")
 
     def _read_step(
@@ -489,21 +499,35 @@ class Checkpointer:
         The last thing that ``read`` returns is what is damaged, or ``None``.
         """
         launch = None if number is None else self._launch
+        until = time.monotonic() + limit
         while True:
             loaded = self._daemon.load(
-                self.job, step=step, launch=launch, number=number or 0, offline=offline, table_first=table_first, timeout=limit
+                self.job,
+                step=step,
+                launch=launch,
+                number=number or 0,
+                offline=offline,
+                table_first=table_first,
+                timeout=max(0.0, until - time.monotonic()),
             )
             if loaded is None:
                 return None
             damaged = None
             try:
-                done = read(Reader(self._session, loaded, self.world if launch else 1, limit))
+                done = read(Reader(self._session, loaded, self.world if launch else 1, until))
                 damaged = done[-1]
                 return done
             except ReadWholeError:
                 table_first = False
             finally:
-                self._daemon.release(loaded, damaged, limit)
+                self._release(loaded, damaged)
+
+    def _release(self, loaded: _native.LoadedStep, damaged: str | None) -> None:
+        """Ends a load. What was loaded counts also when the daemon went away meanwhile, and an error of the load is the one to raise."""
+        try:
+            self._session.release(loaded, damaged, RELEASE_S)
+        except RapidraidError as error:
+            log.debug("the daemon is not told of the end of a load: %s", error)
 
     def latest(self) -> int | None:
         """Returns the newest committed step."""
@@ -561,7 +585,23 @@ class Checkpointer:
 _sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
+#: How long a fork waits until no other thread uses a session: the child could not let go of one in use.
+FORK_S = 5.0
+_held_for_fork: list[Checkpointer] = []
+
+
+def _before_fork() -> None:
+    _held_for_fork[:] = [checkpointer for checkpointer in list(_sessions) if checkpointer._lock.acquire(timeout=FORK_S)]
+
+
+def _after_fork_in_parent() -> None:
+    for checkpointer in _held_for_fork:
+        checkpointer._lock.release()
+    _held_for_fork.clear()
+
+
 def _after_fork() -> None:
+    _held_for_fork.clear()
     for checkpointer in list(_sessions):
         # The thread that held the lock is not in this process.
         checkpointer._lock = threading.RLock()
@@ -569,6 +609,6 @@ def _after_fork() -> None:
         checkpointer._session.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
 
 __all__ = ["Checkpointer", "ExistsError", "Info", "Stall"]

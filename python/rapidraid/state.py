@@ -79,7 +79,7 @@ class Flat:
     leaves: list[Leaf] = field(default_factory=list)
     finish: list[Callable[[dict[Keys, Any]], None]] = field(default_factory=list)
     #: Prefixes below which names of a checkpoint are welcome though no leaf has them, and what makes their tensors.
-    open_below: dict[Keys, Maker] = field(default_factory=dict)
+    creatable: dict[Keys, Maker] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     #: Why the walk ended early; raised by ``prepare`` on all ranks.
     error: Exception | None = None
@@ -368,7 +368,7 @@ class _Walk:
                 self.value(below, value, private, _setter(entries, key))
         parameters: dict[Key, Any] = {(0, name) if is_named else (1, int(name)): parameter for name, parameter, _ in names.values()}
         for place, parameter in parameters.items():
-            self.flat.open_below[(*keys, (0, "state"), place)] = _maker_like(parameter)
+            self.flat.creatable[(*keys, (0, "state"), place)] = _maker_like(parameter)
         self.flat.finish.append(lambda found: _finish_optimizer(optimizer, keys, names, is_named, loaded_groups, found))
 
     def stateful(self, keys: Keys, value: Any, is_private: bool | None) -> None:
@@ -379,7 +379,7 @@ class _Walk:
         declared = False if is_private is None and _is_same_everywhere(value) else is_private
         inner = dict(inner)
         self.mapping(keys, inner, declared)
-        self.flat.open_below[keys] = _maker_like(None)
+        self.flat.creatable[keys] = _maker_like(None)
         self.flat.finish.append(lambda found: value.load_state_dict(_with_found(inner, keys, found)))
 
 

@@ -294,6 +294,21 @@ def is_fillable(value: Any) -> bool:
     return bool(value.device.type == "cpu" and value.is_contiguous() and not value.is_conj() and not value.is_neg())
 
 
+def memory_span(value: Any) -> tuple[int, int] | None:
+    """Returns where the memory of a tensor or array of the host begins and ends; ``None`` without elements or on a device."""
+    if is_array(value):
+        if not value.size:
+            return None
+        steps = [(size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True)]
+        start = int(value.ctypes.data)
+        return start + sum(step for step in steps if step < 0), start + sum(step for step in steps if step > 0) + int(value.itemsize)
+    if value.numel() == 0 or value.device.type != "cpu":
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    start = int(value.data_ptr())
+    return start, start + (last + 1) * int(value.element_size())
+
+
 def check_writable(name: str, value: Any) -> None:
     """Refuses destinations of a load that cannot take their elements."""
     if is_array(value) and not value.flags.writeable:

@@ -44,6 +44,10 @@ impl LoadedStep {
     }
 }
 
+fn no_bytes(py: Python<'_>) -> PyErr {
+    raise(py, Kind::NotFound, "the name has no bytes", "")
+}
+
 /// The extents of targets and of names.
 fn wanted(
     py: Python<'_>,
@@ -55,7 +59,11 @@ fn wanted(
         let copies = search(&step.table, row, &form_of(part)).map_err(|e| search_error(py, &e))?;
         Ok(copies.into_iter().map(|copy| copy.extent).collect())
     };
-    let of_name = |row| Ok(step.table.regions_of(row).iter().map(|region| region.extent).collect());
+    let of_name = |row| {
+        let extents = step.table.regions_of(row).iter().map(|region| region.extent);
+        let extents: Vec<u32> = extents.collect();
+        if extents.is_empty() { Err(no_bytes(py)) } else { Ok(extents) }
+    };
     targets.into_iter().map(of_target).chain(names.into_iter().map(of_name)).collect()
 }
 
@@ -94,7 +102,12 @@ impl LoadedStep {
         Ok((step.is_by_ranges(), step.about.why_by_ranges.clone()))
     }
 
-    /// Bytes of the step, and of what these targets and names take of it.
+    /// The rows of the extents of each target.
+    fn extents_of(&self, py: Python<'_>, targets: Vec<PyTarget>) -> PyResult<Vec<Vec<u32>>> {
+        wanted(py, self.open(py)?, targets, Vec::new())
+    }
+
+    /// Bytes of the step, and how many are read for these targets and names by ranges.
     fn wanted_bytes(
         &self,
         py: Python<'_>,
@@ -151,8 +164,7 @@ impl LoadedStep {
     fn content<'py>(&self, py: Python<'py>, row: u32) -> PyResult<Bound<'py, PyBytes>> {
         let step = self.open(py)?;
         let region = step.table.regions_of(row).first();
-        let region =
-            region.ok_or_else(|| raise(py, Kind::NotFound, "the name has no bytes", ""))?;
+        let region = region.ok_or_else(|| no_bytes(py))?;
         let extent = region.extent;
         let bytes = py.detach(|| step.bytes(extent)).map_err(|error| of_staging(py, &error))?;
         Ok(PyBytes::new(py, &bytes))

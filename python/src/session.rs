@@ -165,8 +165,8 @@ impl Session {
         Ok(SegmentBuffer::new(segment))
     }
 
-    /// Asks which segment a step is to be written into. Returns its place, the filling's id, and how many segments there are now; only
-    /// with `or_skip` perhaps no place, and why all ranks skip the step.
+    /// Asks which segment a step is to be written into. Returns its place, the filling's id, and how many segments there are now. Returns
+    /// no place and the reason when all ranks skip the step; only with `or_skip`.
     fn fill(
         &mut self,
         py: Python<'_>,

@@ -7,6 +7,7 @@ use super::protocol::{Failure, MessageError};
 use super::segment::SegmentError;
 use crate::format::table::{SearchError, TableError};
 use crate::kind::Kind;
+use crate::units::ByteCount;
 
 /// Why a trainer's call failed. Nothing that was committed is affected by any of these.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +52,17 @@ pub enum StagingError {
         limit_s: f64,
         /// How far it was, or nothing.
         state: String,
+    },
+    /// A control group would end the process.
+    #[error(
+        "segments of {} do not fit into what the control group of this process may still take: {}",
+        ByteCount(*wanted_bytes), ByteCount(*room_bytes)
+    )]
+    NoRoom {
+        /// Bytes of the segments.
+        wanted_bytes: u64,
+        /// Bytes that the group leaves.
+        room_bytes: u64,
     },
     /// The caller asked to stop waiting.
     #[error("interrupted while waiting for {what}")]
@@ -113,6 +125,7 @@ impl StagingError {
             StagingError::NoDaemon { .. }
             | StagingError::Disconnected { .. }
             | StagingError::Stale { .. } => Kind::Unavailable,
+            StagingError::NoRoom { .. } => Kind::Busy,
             StagingError::Forked => Kind::Invalid,
             StagingError::Untrusted { .. } | StagingError::Refused { .. } => Kind::Denied,
             StagingError::Deadline { .. } | StagingError::Interrupted { .. } => Kind::Timeout,
@@ -139,6 +152,9 @@ impl StagingError {
                 "call it again: what was staged by all ranks is safe, a step that was being filled is not".into()
             }
             StagingError::Deadline { .. } => "`rapidraid stage --status` shows what is under way".into(),
+            StagingError::NoRoom { .. } => {
+                "give the job (container, Slurm step, unit) as much more memory as twice its state".into()
+            }
             StagingError::Forked => "make a Checkpointer in this process".into(),
             StagingError::Stale { .. } => "load once more".into(),
             StagingError::Failed(failure) => failure.hint.clone(),

@@ -17,6 +17,7 @@ use super::segment::still_holds;
 use super::session::{Session, Wait};
 use crate::format::table::{Extent, ExtentCopy, Table};
 use crate::id::Step;
+use crate::units::GRAIN_BYTES;
 
 /// Bytes are copied and hashed in pieces that stay in a core's cache between the two.
 const PIECE_BYTES: usize = 256 << 10;
@@ -122,6 +123,12 @@ impl Session {
         }
         let mut window = extents.to_vec();
         window.sort_unstable();
+        // What was verified was in other memory.
+        for row in &window {
+            if let Some(known) = step.verified.get_mut(*row as usize) {
+                *known = OnceLock::new();
+            }
+        }
         step.window = Some(window);
         Ok(())
     }
@@ -130,8 +137,10 @@ impl Session {
     pub fn release(&mut self, step: LoadedStep, wait: &mut Wait<'_>) -> Result<(), StagingError> {
         const ROWS: usize = 32_768;
         let ticket = step.about.ticket;
+        // Of what is read by ranges each process reads its own.
+        let shared = if step.is_by_ranges() { &[][..] } else { &step.verified };
         let verified: Vec<u32> = (0u32..)
-            .zip(&step.verified)
+            .zip(shared)
             .filter(|(_, known)| known.get() == Some(&true))
             .map(|(row, _)| row)
             .collect();
@@ -208,18 +217,28 @@ impl LoadedStep {
         self.about.source == LoadSource::Memory
     }
 
-    /// Whether extents are read from the cluster when they are asked for.
+    /// Returns whether extents are read from the cluster when they are asked for.
     pub fn is_by_ranges(&self) -> bool {
         self.window.is_some()
     }
 
-    /// Bytes of all extents that are wanted; each counts once.
+    /// Returns how many bytes a load by ranges reads of the cluster for what is wanted: whole grains, each once.
     pub fn wanted_bytes(&self, wanted: &[Vec<u32>]) -> u64 {
         let rows: BTreeSet<u32> = wanted.iter().flatten().copied().collect();
-        rows.into_iter().map(|row| self.len_of(row)).sum()
+        let extents = rows.into_iter().filter_map(|row| self.table.extents().get(row as usize));
+        let (mut bytes, mut last) = (0, None);
+        for extent in extents.filter(|extent| extent.len_bytes > 0) {
+            let grain = |at: u64| (extent.shard, at / GRAIN_BYTES);
+            let (from, to) = (extent.offset_bytes, extent.offset_bytes + extent.len_bytes - 1);
+            // Extents are in the order of their places.
+            let is_new = last.is_none_or(|last| last < grain(from));
+            bytes += (to / GRAIN_BYTES - from / GRAIN_BYTES + u64::from(is_new)) * GRAIN_BYTES;
+            last = Some(grain(to));
+        }
+        bytes
     }
 
-    /// Bytes of all extents.
+    /// Returns the bytes of all extents.
     pub fn len_bytes(&self) -> u64 {
         self.table.extents().iter().map(|extent| extent.len_bytes).sum()
     }
@@ -264,7 +283,7 @@ impl LoadedStep {
         self.table.extents().get(row as usize).map_or(0, |extent| extent.len_bytes)
     }
 
-    /// Whether an extent can be read now.
+    /// Returns whether an extent can be read now.
     fn is_here(&self, row: u32) -> bool {
         self.window.as_ref().is_none_or(|window| window.binary_search(&row).is_ok())
     }
@@ -305,12 +324,12 @@ impl LoadedStep {
         let (extent, bytes) = self.extent(row)?;
         let copy = bytes.to_vec();
         let is_good = extent.hash == Some(*blake3::hash(&copy).as_bytes());
-        self.judge(row, is_good)?;
+        self.ensure_intact(row, is_good)?;
         self.check_held()?;
         Ok(copy)
     }
 
-    fn judge(&self, row: u32, is_good: bool) -> Result<(), StagingError> {
+    fn ensure_intact(&self, row: u32, is_good: bool) -> Result<(), StagingError> {
         if is_good {
             return Ok(());
         }
@@ -390,12 +409,12 @@ impl LoadedStep {
                     // Another thread was quicker, for another target.
                     run(out, copy.to_bytes, copy.run_bytes)?.copy_from_slice(from);
                 }
-                self.judge(copy.extent, is_good)?;
+                self.ensure_intact(copy.extent, is_good)?;
                 continue;
             }
             let is_good =
                 *known.get_or_init(|| extent.hash == Some(*blake3::hash(from).as_bytes()));
-            self.judge(copy.extent, is_good)?;
+            self.ensure_intact(copy.extent, is_good)?;
             for (from_at, to_at, len) in copy.runs() {
                 let from = usize::try_from(from_at).ok().and_then(|at| from.get(at..));
                 let from = from.and_then(|rest| rest.get(..usize::try_from(len).ok()?));

@@ -3,6 +3,7 @@
 //! The trainer's side ([`session`], [`load`]) waits without an async runtime and knows no network, so that it can live in any process,
 //! also one that forks. The daemon's side ([`daemon`]) is built with the feature `cluster`.
 
+pub mod cgroup;
 #[cfg(feature = "cluster")]
 pub mod daemon;
 pub mod error;

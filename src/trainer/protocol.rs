@@ -24,7 +24,7 @@ pub const MAX_DESCRIPTORS: usize = 64;
 /// The most bytes that [`Request::ReadExtents`] asks for, unless one extent alone is longer.
 pub const WINDOW_BYTES: u64 = 32 << 20;
 /// The most extents that [`Request::ReadExtents`] asks for.
-pub const MAX_WINDOW_EXTENTS: usize = 4096;
+pub const MAX_WINDOW_EXTENTS: usize = 512;
 /// The most ranks of one launch on one host: each has a connection of its own.
 pub const MAX_WORLD: u32 = 192;
 
@@ -70,7 +70,7 @@ pub enum Request {
     Fill {
         /// The step.
         step: Step,
-        /// Skip the step on all ranks when no rank has begun to fill it and this one has no free segment.
+        /// Skip the step on all ranks, at once, when no rank has begun to fill it and this one has no free segment.
         or_skip: bool,
         /// How long the daemon may wait for a segment to become free.
         limit_ms: u32,

@@ -15,6 +15,7 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PidfdFlags, Uid, getpid, pidfd_open};
 
+use super::cgroup;
 use super::error::StagingError;
 use super::frames::{Frame, Incoming, Outgoing};
 use super::mapping::{self, Writable};
@@ -339,9 +340,20 @@ fn make_segments(
     if ids.len() != descriptors.len() {
         return Err(StagingError::Unexpected { what: "memory for the segments" });
     }
+    check_room(len_bytes.saturating_mul(ids.len() as u64), cgroup::room_bytes())?;
     let made = ids.into_iter().zip(descriptors);
     made.map(|(id, descriptor)| Segment::make(id, descriptor, len_bytes, wait).map(Arc::new))
         .collect()
+}
+
+/// Refuses what the control groups of this process have no room for: to take it anyway would end the process.
+fn check_room(wanted_bytes: u64, room_bytes: Option<u64>) -> Result<(), StagingError> {
+    match room_bytes {
+        Some(room_bytes) if wanted_bytes > room_bytes => {
+            Err(StagingError::NoRoom { wanted_bytes, room_bytes })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Opens the staging folder: it must belong to this user, and nobody else may enter it.

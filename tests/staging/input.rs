@@ -1,6 +1,7 @@
 //! What is refused, by whom, with what words; and what people ask of the daemon.
 
 use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rapidraid::trainer::daemon::trace::TracePoint;
@@ -20,6 +21,7 @@ pub const CELLS: &[Cell] = cells![
     containers_share_a_daemon,
     one_daemon_for_a_folder,
     full_memory_is_told_and_keeps_the_resume_point,
+    a_control_group_without_room_is_told,
     a_rank_whose_prepare_failed_is_seen_to_end,
     status_and_free_are_told_as_json,
     unsaved_steps_are_freed_by_force_alone,
@@ -165,6 +167,50 @@ fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) 
     last.save(30);
     last.wait(30);
     stage.assert_sound();
+}
+
+/// A control group with a limit, gone when it is dropped.
+struct Group(PathBuf);
+
+impl Group {
+    /// `None` where this process may make none.
+    fn make(name: &str, limit_bytes: u64) -> Option<Self> {
+        let first = Path::new("/sys/fs/cgroup/memory");
+        let (root, limit) = match first.is_dir() {
+            true => (first, "memory.limit_in_bytes"),
+            false => (Path::new("/sys/fs/cgroup"), "memory.max"),
+        };
+        let group = Self(root.join(format!("rapidraid-test-{}-{name}", std::process::id())));
+        std::fs::create_dir(&group.0).ok()?;
+        std::fs::write(group.0.join(limit), limit_bytes.to_string()).ok()?;
+        Some(group)
+    }
+
+    fn take(&self, pid: rustix::process::Pid) {
+        let pid = pid.as_raw_nonzero().to_string();
+        std::fs::write(self.0.join("cgroup.procs"), pid).unwrap();
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+fn a_control_group_without_room_is_told(cluster: &Cluster, job: &str) {
+    let Some(group) = Group::make(job, 48 << 20) else {
+        eprintln!("{job}: skipped, because no control group can be made here");
+        return;
+    };
+    let stage = Stage::start(cluster, "256MiB", &[]);
+    let mut launch = Launch::start(&stage, &Plan { rows: 800_000, ..Plan::new(job, 1) });
+    group.take(launch.ranks[0].pid());
+    let order = launch.prepare_order(0);
+    let says = ["97.8 MiB do not fit", "control group", "twice its state"];
+    launch.ranks[0].ask(&order).unwrap_err().says("Busy", &says);
+    launch.kill();
+    stage.until("its memory is given back", || stage.status().used_bytes == 0);
 }
 
 fn a_rank_whose_prepare_failed_is_seen_to_end(cluster: &Cluster, job: &str) {

@@ -1,5 +1,7 @@
 //! Loads by ranges: of a step in the cluster only what is wanted is read, and a step that does not fit into memory can be loaded.
 
+use std::time::Duration;
+
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::load::LoadedStep;
 use rapidraid::trainer::protocol::{Load, LoadSource, MAX_WINDOW_EXTENTS, Request, WINDOW_BYTES};
@@ -16,6 +18,7 @@ pub const CELLS: &[Cell] = cells![
     a_step_that_does_not_fit_is_loaded_all_the_same,
     windows_are_as_long_as_they_may_be,
     requests_for_extents_that_make_no_sense,
+    a_window_that_nobody_takes_is_read_again,
 ];
 
 /// Rows of the shared tensor of which a rank's part takes more than half of a window.
@@ -27,10 +30,7 @@ fn archived(stage: &Stage<'_>, plan: &Plan) {
     launch.save(10);
     launch.wait(10);
     launch.kill();
-    stage.until("all is given back", || {
-        stage.free(&plan.job);
-        stage.status().used_bytes == 0
-    });
+    stage.forget(&plan.job);
 }
 
 fn load_of(job: &str, table_first: bool) -> Load {
@@ -89,7 +89,7 @@ fn a_step_that_does_not_fit_is_loaded_all_the_same(cluster: &Cluster, job: &str)
     let step = open(&mut session, &load_of(job, false));
     assert_eq!(step.about.source, LoadSource::Ranges);
     assert!(
-        step.about.why_by_ranges.contains("does not fit into 2.0 MiB"),
+        step.about.why_by_ranges.contains("do not fit into 2.0 MiB"),
         "{}",
         step.about.why_by_ranges
     );
@@ -114,6 +114,21 @@ fn windows_are_as_long_as_they_may_be(cluster: &Cluster, job: &str) {
     }) else {
         panic!("two windows at once");
     };
+    release(&mut session, step);
+    stage.assert_sound();
+}
+
+fn a_window_that_nobody_takes_is_read_again(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    archived(&stage, &Plan::new(job, 1));
+    let mut session = stage.session().unwrap();
+    let mut step = open(&mut session, &load_of(job, true));
+    // It is read, and then given up: the daemon waits ten seconds for its process.
+    let request = Request::ReadExtents { ticket: step.about.ticket, extents: vec![0], limit_ms: 0 };
+    with_wait(|wait| session.ask("a part", &request, wait)).unwrap();
+    std::thread::sleep(Duration::from_secs(12));
+    with_wait(|wait| session.read_extents(&mut step, &[0], &mut |_, _| (), wait)).unwrap();
+    step.bytes(0).unwrap();
     release(&mut session, step);
     stage.assert_sound();
 }

@@ -57,9 +57,11 @@ class GroupPeak:
         # What the process has already stays with its old group.
         self._before = _rollup(pid, "Pss_Anon")
         self._is_made = False
+        self._home: Path | None = None
 
     def __enter__(self) -> GroupPeak:
         try:
+            self._home = self._group_of_process()
             self._group.mkdir()
             (self._group / "cgroup.procs").write_text(str(self.pid))
             self._is_made = self._peak.is_file()
@@ -71,5 +73,14 @@ class GroupPeak:
         if self._is_made:
             self.bytes = self._before + int(self._peak.read_text())
         with contextlib.suppress(OSError):
-            (self._parent / "cgroup.procs").write_text(str(self.pid))
+            if self._is_made and self._home is not None:
+                (self._home / "cgroup.procs").write_text(str(self.pid))
             self._group.rmdir()
+
+    def _group_of_process(self) -> Path:
+        """Returns where the process was before."""
+        for line in Path(f"/proc/{self.pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if ("memory" in controllers.split(",")) if self._parent.name == "memory" else not controllers:
+                return self._parent / path.lstrip("/")
+        return self._parent

@@ -159,6 +159,14 @@ pub struct StagedStep {
     pub trouble: Option<String>,
 }
 
+/// A step that all ranks of a launch skip.
+#[derive(Debug, Clone)]
+struct Skipped {
+    why: String,
+    /// Ranks that were told.
+    told: BTreeSet<u32>,
+}
+
 /// What is remembered of a launch.
 #[derive(Debug, Clone)]
 pub struct Launch {
@@ -180,8 +188,10 @@ pub struct Launch {
     reserved_bytes: u64,
     /// Ranks that have taken theirs.
     taken: BTreeSet<u32>,
-    /// The last step that it skipped, and why: all of its ranks skip it.
-    skipped: Option<(Step, String)>,
+    /// The last steps that it skipped.
+    skipped: BTreeMap<Step, Skipped>,
+    /// The last load of each rank.
+    loads: BTreeMap<u32, u32>,
     /// How its last steps ended, for ranks that ask.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }
@@ -265,6 +275,15 @@ impl JobState {
             fill: found.fill,
         };
         found.map(key).collect()
+    }
+
+    /// Steps of the rank's launch that are not complete, and of which the rank has not staged its part.
+    fn not_staged_by(&self, place: &Place) -> Vec<StepKey> {
+        self.keys(&place.job, |_, launch, step| {
+            launch == place.launch
+                && !step.phase.is_complete()
+                && !step.parts.contains_key(&place.rank)
+        })
     }
 }
 

@@ -30,15 +30,18 @@ const KEPT: Duration = Duration::from_secs(60);
 
 /// How much of a step is read into memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Reading {
+pub enum FetchScope {
     /// All shards.
     Whole,
     /// The table alone.
     Table,
 }
 
+/// How long a step for which there was no room is not tried again: processes that wait for a part of it ask every two seconds.
+const REFUSED_KEPT: Duration = Duration::from_secs(5);
+
 /// Steps that are being read from the cluster or are kept after that, by job, step, save, and how much is read.
-pub type Fetches = BTreeMap<(Job, Step, SaveId, Reading), Arc<Fetch>>;
+pub type Fetches = BTreeMap<(Job, Step, SaveId, FetchScope), Arc<Fetch>>;
 
 /// A step that is being read from the cluster, or was.
 pub struct Fetch {
@@ -46,12 +49,38 @@ pub struct Fetch {
     pub step: Step,
     /// The save that the step was when the read began.
     pub save: SaveId,
-    reading: Reading,
+    scope: FetchScope,
     done_bytes: AtomicU64,
     total_bytes: AtomicU64,
     /// When it was last asked for or released.
     used_at: Mutex<Duration>,
-    state: Mutex<Option<Result<Arc<Fetched>, Failure>>>,
+    state: Mutex<Option<FetchEnd>>,
+}
+
+/// How a fetch ends.
+pub type FetchEnd = Result<Arc<Fetched>, FetchFailure>;
+
+/// Why a step was not read.
+#[derive(Debug, Clone)]
+pub enum FetchFailure {
+    /// There is no room for it in memory.
+    NoRoom(Failure),
+    /// Anything else.
+    Other(Failure),
+}
+
+impl From<Failure> for FetchFailure {
+    fn from(failure: Failure) -> Self {
+        Self::Other(failure)
+    }
+}
+
+impl From<FetchFailure> for Failure {
+    fn from(failure: FetchFailure) -> Self {
+        match failure {
+            FetchFailure::NoRoom(failure) | FetchFailure::Other(failure) => failure,
+        }
+    }
 }
 
 /// A step that was read.
@@ -89,24 +118,33 @@ impl Fetch {
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = now;
     }
 
-    /// Returns whether it is being read, or somebody uses it.
-    pub fn is_used(&self) -> bool {
-        // One is the fetch's own, one is that of `end`.
-        self.end().is_none_or(|end| end.is_ok_and(|fetched| Arc::strong_count(&fetched) > 2))
+    /// Returns whether it is being read, or somebody uses it or waits for it.
+    fn is_used(self: &Arc<Self>) -> bool {
+        // The map has it once, and `state` and the clone of `end` have what was read once each.
+        let is_read = |end: FetchEnd| end.is_ok_and(|fetched| Arc::strong_count(&fetched) > 2);
+        Arc::strong_count(self) > 1 || self.end().is_none_or(is_read)
     }
 
     /// Returns whether it is being read, somebody uses it, or a rank that begins a little later may ask for it.
-    pub fn is_wanted(&self, now: Duration) -> bool {
+    fn is_wanted(self: &Arc<Self>, now: Duration) -> bool {
         if self.is_used() {
             self.touch(now);
             return true;
         }
-        let used_at = *self.used_at.lock().unwrap_or_else(PoisonError::into_inner);
-        self.end().is_some_and(|end| end.is_ok()) && now.saturating_sub(used_at) < KEPT
+        let kept = match self.end() {
+            Some(Ok(_)) => KEPT,
+            Some(Err(FetchFailure::NoRoom(_))) => REFUSED_KEPT,
+            _ => Duration::ZERO,
+        };
+        now.saturating_sub(self.used_at()) < kept
+    }
+
+    fn used_at(&self) -> Duration {
+        *self.used_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The end, when it has come.
-    pub fn end(&self) -> Option<Result<Arc<Fetched>, Failure>> {
+    pub fn end(&self) -> Option<FetchEnd> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
@@ -150,14 +188,24 @@ impl StagingDaemon {
         job: &Job,
         step: Step,
         save: SaveId,
-        reading: Reading,
+        scope: FetchScope,
     ) -> Result<Arc<Fetch>, Failure> {
         let known = |fetches: &Fetches, save: SaveId| {
-            let found = fetches.get(&(job.clone(), step, save, reading)).cloned();
-            found.filter(|fetch| !matches!(fetch.end(), Some(Err(_))))
+            let found = fetches.get(&(job.clone(), step, save, scope)).cloned()?;
+            let counts = match found.end() {
+                None | Some(Ok(_)) => true,
+                Some(Err(FetchFailure::NoRoom(_))) => {
+                    self.clock.now().saturating_sub(found.used_at()) < REFUSED_KEPT
+                }
+                Some(Err(FetchFailure::Other(_))) => false,
+            };
+            counts.then_some(found)
         };
+        let is_read = |fetch: &Fetch| !matches!(fetch.end(), Some(Err(_)));
         if let Some(fetch) = known(&self.fetches(), save) {
-            fetch.touch(self.clock.now());
+            if is_read(&fetch) {
+                fetch.touch(self.clock.now());
+            }
             return Ok(fetch);
         }
         let shown =
@@ -165,25 +213,28 @@ impl StagingDaemon {
         let save = shown.step.saved.save;
         let mut fetches = self.fetches();
         if let Some(fetch) = known(&fetches, save) {
-            fetch.touch(self.clock.now());
             return Ok(fetch);
         }
         let fetch = Arc::new(Fetch {
             step,
             save,
-            reading,
+            scope,
             done_bytes: AtomicU64::new(0),
             total_bytes: AtomicU64::new(0),
             used_at: Mutex::new(self.clock.now()),
             state: Mutex::new(None),
         });
-        fetches.insert((job.clone(), step, save, reading), fetch.clone());
+        fetches.insert((job.clone(), step, save, scope), fetch.clone());
         drop(fetches);
         trace_point(TracePoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
         self.settings.background.spawn(async move {
             let end = daemon.read_step(&job, &shown, &running).await;
+            if end.is_err() {
+                running.total_bytes.store(0, Ordering::Relaxed);
+            }
             *running.state.lock().unwrap_or_else(PoisonError::into_inner) = Some(end.map(Arc::new));
+            drop(running);
             daemon.account_fetches();
             daemon.bell.ring();
         });
@@ -193,7 +244,7 @@ impl StagingDaemon {
     /// Returns whether the whole step is in memory, or is being read into it.
     pub(super) fn is_fetched(&self, job: &Job, step: Step, save: SaveId) -> bool {
         let fetches = self.fetches();
-        let found = fetches.get(&(job.clone(), step, save, Reading::Whole));
+        let found = fetches.get(&(job.clone(), step, save, FetchScope::Whole));
         found.is_some_and(|fetch| !matches!(fetch.end(), Some(Err(_))))
     }
 
@@ -251,15 +302,12 @@ impl StagingDaemon {
         job: &Job,
         shown: &ShowReport,
         fetch: &Arc<Fetch>,
-    ) -> Result<Fetched, Failure> {
+    ) -> Result<Fetched, FetchFailure> {
         let step = fetch.step;
         let Some(shards) = data_shards(shown) else {
             let message = format!("{job}/{step} was not saved by a trainer: it has no index");
-            return Err(Failure::new(
-                Kind::Invalid,
-                message,
-                "`rapidraid restore` writes it to files",
-            ));
+            let hint = "`rapidraid restore` writes it to files";
+            return Err(Failure::new(Kind::Invalid, message, hint).into());
         };
         let mut fetched = Fetched {
             job: job.clone(),
@@ -269,9 +317,9 @@ impl StagingDaemon {
             table: Table::default(),
             files: Vec::new(),
         };
-        let tables = match fetch.reading {
-            Reading::Whole => self.read_shards(&mut fetched, fetch).await?,
-            Reading::Table => self.read_tables(&fetched).await?,
+        let tables = match fetch.scope {
+            FetchScope::Whole => self.read_shards(&mut fetched, fetch).await?,
+            FetchScope::Table => self.read_tables(&fetched).await?,
         };
         let inputs: Vec<MergeInput<'_>> = (0..)
             .zip(&tables)
@@ -286,18 +334,19 @@ impl StagingDaemon {
         self: &Arc<Self>,
         fetched: &mut Fetched,
         fetch: &Arc<Fetch>,
-    ) -> Result<Vec<Table>, Failure> {
+    ) -> Result<Vec<Table>, FetchFailure> {
         let step = fetched.step;
         let len_bytes = fetched.shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.1));
         let has_room = self.take_room(fetch, len_bytes)
             || self.free_fetches(None) > 0 && self.take_room(fetch, len_bytes);
         if !has_room {
-            return Err(self.with(|core| core.no_room(len_bytes)));
+            return Err(FetchFailure::NoRoom(self.with(|core| core.no_room(len_bytes))));
         }
         let io_failed = |error: io::Error| {
             let hint =
                 "the staging folder needs room for the step; see staging.dir and staging.memory";
-            Failure::new(Kind::Busy, format!("memory for step {step}: {error}"), hint)
+            let message = format!("memory for step {step}: {error}");
+            FetchFailure::NoRoom(Failure::new(Kind::Busy, message, hint))
         };
         let mut ranges = Vec::with_capacity(fetched.shards.len());
         for (number, (name, bytes)) in (0..).zip(fetched.shards.clone()) {
@@ -324,15 +373,15 @@ impl StagingDaemon {
         });
         let read = self.client.read_ranges(&fetched.job, Some(step), &ranges, progress).await;
         read.map_err(|error| failed(step, &error))?;
-        let table = |(path, part): &(PathBuf, Part)| -> Result<Table, Failure> {
+        let table = |(path, part): &(PathBuf, Part)| -> Result<Table, FetchFailure> {
             let file = File::open(path).map_err(io_failed)?;
             let read = |range: Range<u64>| {
                 let mut bytes = vec![0; (range.end - range.start) as usize];
                 file.read_exact_at(&mut bytes, range.start).map_err(io_failed)?;
-                Ok(bytes)
+                Ok::<_, FetchFailure>(bytes)
             };
             let range = range_of_table(fetched, part.len_bytes, &read(footer(part.len_bytes))?)?;
-            Table::parse(&read(range)?).map_err(|error| bad_index(fetched, &error))
+            Ok(Table::parse(&read(range)?).map_err(|error| bad_index(fetched, &error))?)
         };
         fetched.files.iter().map(table).collect()
     }

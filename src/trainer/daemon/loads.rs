@@ -12,7 +12,7 @@ use rustix::fs::MemfdFlags;
 use super::StagingDaemon;
 use super::assemble::{Assembled, find_changed, parts_of};
 use super::core::{LoadAnswer, StepKey};
-use super::fetch::{Fetched, Reading};
+use super::fetch::{FetchFailure, FetchScope, Fetched};
 use super::hold::Hold;
 use super::ranges::Window;
 use super::server::MAX_HELD_BACK;
@@ -199,12 +199,12 @@ impl StagingDaemon {
         until: Duration,
     ) -> Result<Result<(Arc<Fetched>, String), (u64, u64)>, Failure> {
         let mut why_by_ranges = String::new();
-        let mut reading = match load.table_first && !self.is_fetched(&load.job, step, save) {
-            true => Reading::Table,
-            false => Reading::Whole,
+        let mut scope = match load.table_first && !self.is_fetched(&load.job, step, save) {
+            true => FetchScope::Table,
+            false => FetchScope::Whole,
         };
         loop {
-            let fetch = self.fetch(&load.job, step, save, reading).await?;
+            let fetch = self.fetch(&load.job, step, save, scope).await?;
             let mut heard = self.bell.listen();
             let end = loop {
                 if let Some(end) = fetch.end() {
@@ -217,10 +217,10 @@ impl StagingDaemon {
                 self.wait_for_bell(&mut heard, until - now).await;
             };
             match end {
-                Err(failure) if failure.kind() == Kind::Busy && reading == Reading::Whole => {
-                    (reading, why_by_ranges) = (Reading::Table, failure.message);
+                Err(FetchFailure::NoRoom(failure)) if scope == FetchScope::Whole => {
+                    (scope, why_by_ranges) = (FetchScope::Table, failure.message);
                 }
-                end => return Ok(Ok((end?, why_by_ranges))),
+                end => return Ok(Ok((end.map_err(Failure::from)?, why_by_ranges))),
             }
         }
     }
@@ -234,18 +234,25 @@ impl StagingDaemon {
         limit_ms: u32,
     ) -> Replied {
         let until = self.clock.now() + Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
+        // A process has one window in hand.
+        for (_, other) in tickets.open.iter_mut().filter(|(other, _)| **other != ticket) {
+            other.window = None;
+        }
         let open = tickets.open.get_mut(&ticket).ok_or_else(no_ticket)?;
         let (Source::Cluster { fetched }, LoadSource::Ranges) = (&open.source, open.source.kind())
         else {
             return Err(Failure::new(Kind::Invalid, "this load is not by ranges", ""));
         };
         let known = open.window.take().filter(|window| window.extents == extents);
-        let window = match known {
+        let mut window = match known {
             Some(window) => window,
-            None => self.open_window(fetched, extents)?,
+            None => self.open_window(fetched, extents.clone())?,
         };
         let mut heard = self.bell.listen();
         loop {
+            if window.has_expired() {
+                window = self.open_window(fetched, extents.clone())?;
+            }
             if let Some(end) = window.take() {
                 let (parts, file) = end?;
                 return Ok((Answer::Parts { parts }, vec![file.into()]));
@@ -422,7 +429,7 @@ impl StagingDaemon {
                 && step.is_some()
             {
                 let resumed = Resumed { loaded: step, newest_seen, abandon_later: false };
-                core.loaded(&place, resumed);
+                core.loaded(&place, number, resumed);
             }
             true
         })

@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -21,12 +21,12 @@ use crate::format::table::Extent;
 use crate::id::ShardName;
 use crate::kind::Kind;
 use crate::trainer::protocol::{Failure, MAX_WINDOW_EXTENTS, Part, WINDOW_BYTES};
-use crate::trainer::segment::EXTENT_ALIGN_BYTES;
+use crate::units::GRAIN_BYTES;
 
 /// Windows that hold memory of the daemon at the same moment; others wait.
 pub const MAX_WINDOWS: usize = 2;
 /// How long a window that was read waits for its process.
-const TAKEN_WITHIN: Duration = Duration::from_secs(30);
+const TAKEN_WITHIN: Duration = Duration::from_secs(10);
 
 /// A window that is being read, or waits for its process. The work ends with it.
 pub struct Window {
@@ -45,6 +45,8 @@ struct Shared {
     total_bytes: AtomicU64,
     end: Mutex<Option<Result<Filled, Failure>>>,
     taken: Notify,
+    /// Nobody took the end in time.
+    has_expired: AtomicBool,
 }
 
 impl Drop for Window {
@@ -60,7 +62,12 @@ impl Window {
         (read(&self.shared.done_bytes), read(&self.shared.total_bytes))
     }
 
-    /// Takes the end, when it has come.
+    /// Returns whether it was read and nobody took it in time: it has to be read again.
+    pub fn has_expired(&self) -> bool {
+        self.shared.has_expired.load(Ordering::Relaxed)
+    }
+
+    /// Returns the result once the read has ended, and lets the next window begin.
     pub fn take(&self) -> Option<Result<Filled, Failure>> {
         let end = lock(&self.shared.end).take();
         end.inspect(|_| self.shared.taken.notify_one())
@@ -113,8 +120,8 @@ fn parts_of(
     let mut joined: Vec<(u32, u64, u64)> = Vec::new();
     for (shard, start, end) in ranges {
         match joined.last_mut() {
-            // Between neighbours there is only what aligns the second one.
-            Some(last) if last.0 == shard && start < last.2 + EXTENT_ALIGN_BYTES => {
+            // Less than a grain is never read from the cluster, so what lies between costs nothing.
+            Some(last) if last.0 == shard && start <= last.2 + GRAIN_BYTES => {
                 last.2 = last.2.max(end);
             }
             _ => joined.push((shard, start, end)),
@@ -151,7 +158,9 @@ impl StagingDaemon {
             daemon.bell.ring();
             if deadline(&*daemon.clock, TAKEN_WITHIN, ours.taken.notified()).await.is_err() {
                 let gone = lock(&ours.end).take();
+                ours.has_expired.store(gone.is_some(), Ordering::Relaxed);
                 drop(gone);
+                daemon.bell.ring();
             }
         });
         Ok(Window { extents, shared, task: task.abort_handle() })
@@ -214,11 +223,12 @@ mod tests {
 
     #[test]
     fn neighbours_are_one_part() {
-        let table = table(&[(0, 0, 100), (0, 128, 64), (0, 256, 10), (1, 0, 50), (1, 64, 0)]);
+        let far = 192 + GRAIN_BYTES + 64;
+        let table = table(&[(0, 0, 100), (0, 128, 64), (0, far, 10), (1, 0, 50), (1, 64, 0)]);
         let (parts, bytes) = parts_of(&table, &shards(), &[3, 1, 0, 2, 4, 0]).unwrap();
         let found: Vec<_> =
             parts.iter().map(|p| (p.shard, p.shard_offset, p.len_bytes, p.file_offset)).collect();
-        assert_eq!(found, [(0, 0, 192, 0), (0, 256, 10, 192), (1, 0, 50, 202)]);
+        assert_eq!(found, [(0, 0, 192, 0), (0, far, 10, 192), (1, 0, 50, 202)]);
         assert_eq!(bytes, 252);
         assert!(parts.iter().all(|part| part.file_bytes == 252));
         assert_eq!(parts_of(&table, &shards(), &[]).unwrap(), (vec![], 0));
@@ -238,7 +248,7 @@ mod tests {
         assert!(refused(&[3]).contains("no extent 3"), "it ends behind its shard");
         assert!(refused(&[4]).contains("no extent 4"), "there is no such shard");
         assert!(refused(&[5]).contains("no extent 5"));
-        assert!(refused(&vec![1; MAX_WINDOW_EXTENTS + 1]).contains("at most 4096"));
+        assert!(refused(&vec![1; MAX_WINDOW_EXTENTS + 1]).contains("at most 512"));
         // One extent may be longer than a window.
         assert_eq!(parts_of(&table, &shards(), &[2]).unwrap().1, 1 << 35);
     }

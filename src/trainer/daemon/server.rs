@@ -207,17 +207,7 @@ impl StagingDaemon {
                 plain(Answer::Attached { segments })
             }
             Request::Fill { step, or_skip, limit_ms } => {
-                let filled = self.fill(peer.member, step, or_skip, limit_ms).await?;
-                match filled {
-                    // The decision is the launch's: of its ranks none saves the step, or all do.
-                    (Answer::Pending(pending), _)
-                        if or_skip
-                            && self.with(|core| core.skip(peer.member, step, &pending.what)) =>
-                    {
-                        plain(Answer::Skipped { what: pending.what })
-                    }
-                    filled => Ok(filled),
-                }
+                self.fill(peer.member, step, or_skip, limit_ms).await
             }
             Request::Staged { step, segment, fill, samples } => {
                 self.with(|core| core.staged(peer.member, step, segment, fill, samples))?;
@@ -367,9 +357,6 @@ impl StagingDaemon {
         or_skip: bool,
         limit_ms: u32,
     ) -> Replied {
-        // A step that another rank has begun to fill is waited for.
-        let may_skip = or_skip && self.with(|core| core.may_skip(member, step));
-        let limit_ms = if may_skip { 0 } else { limit_ms };
         let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
         // The answer to its last *staged* may be lost: that step is not dropped because the rank goes on to another one.
@@ -381,7 +368,7 @@ impl StagingDaemon {
             let mut new_fill = || FillId(self.entropy.id());
             let mut new_segment = || SegmentId(self.entropy.id());
             let outcome = self.with(|core| {
-                core.fill(member, step, now, &is_unmapped, &mut new_fill, &mut new_segment)
+                core.fill(member, step, or_skip, now, &is_unmapped, &mut new_fill, &mut new_segment)
             })?;
             match outcome {
                 FillOutcome::Segment(segment, fill) => {

@@ -102,7 +102,7 @@ impl Core {
         }
     }
 
-    fn launch_mut(&mut self, place: &Place) -> Option<&mut Launch> {
+    pub(super) fn launch_mut(&mut self, place: &Place) -> Option<&mut Launch> {
         self.jobs.get_mut(&place.job)?.launches.get_mut(&place.launch)
     }
 
@@ -246,12 +246,7 @@ impl Core {
         {
             launch.members.remove(&place.rank);
         }
-        let cut = job.keys(&place.job, |_, launch, step| {
-            launch == place.launch
-                && !step.phase.is_complete()
-                && !step.parts.contains_key(&place.rank)
-        });
-        for key in cut {
+        for key in job.not_staged_by(&place) {
             let why = Failure::new(
                 Kind::Unavailable,
                 format!("rank {} {how} before it had staged step {}", place.rank, key.step),
@@ -291,18 +286,18 @@ impl Core {
 
     /// A rank of a launch loads a step: what the launch writes next is compared anew with what is committed. Steps that the rank has not
     /// staged are dropped: it goes on from the one that it loads.
-    pub fn loaded(&mut self, place: &Place, resumed: Resumed) {
+    pub fn loaded(&mut self, place: &Place, number: u32, resumed: Resumed) {
         let Some(launch) = self.launch_mut(place) else { return };
+        // A rank may open a load again, in another way, when others have finished it and save already.
+        if launch.loads.insert(place.rank, number) == Some(number) {
+            return;
+        }
+        launch.skipped.clear();
         launch.resumed = Resumed { abandon_later: launch.resumed.abandon_later, ..resumed };
         launch.committed_before = None;
         self.effects.push(Effect::KeepJob(place.job.clone()));
         let Some(state) = self.jobs.get(&place.job) else { return };
-        let left = state.keys(&place.job, |_, launch, found| {
-            launch == place.launch
-                && !found.phase.is_complete()
-                && !found.parts.contains_key(&place.rank)
-        });
-        for key in left {
+        for key in state.not_staged_by(place) {
             let why = Failure::new(
                 Kind::Invalid,
                 format!("rank {} loads, and had not staged step {}", place.rank, key.step),
@@ -398,15 +393,18 @@ fn check_place(place: &Place) -> Result<(), Failure> {
 impl Core {
     /// The failure of a request for memory that is not there.
     pub fn no_room(&self, wanted: u64) -> Failure {
-        let used: Vec<String> = self
+        let mut used: Vec<String> = self
             .status()
             .iter()
             .filter(|job| job.segment_bytes > 0)
             .map(|job| format!("{} has {}", job.job, ByteCount(job.segment_bytes)))
             .collect();
+        if self.fetched_bytes > 0 {
+            used.push(format!("steps from the cluster have {}", ByteCount(self.fetched_bytes)));
+        }
         let used = if used.is_empty() { "nothing else is there".into() } else { used.join(", ") };
         let message = format!(
-            "the staging memory is full: a segment of {} does not fit into {} ({used})",
+            "the staging memory is full: {} more do not fit into {} ({used})",
             ByteCount(wanted),
             ByteCount(self.limits.memory_bytes)
         );

@@ -34,25 +34,26 @@ impl Core {
         newest(job, state, |phase| phase.is_complete())
     }
 
-    /// Evicts what may be evicted until `bytes` more fit. Returns whether they do.
+    /// Evicts what may be evicted until `bytes` more fit. Returns whether they do; nothing is evicted when they would not.
     pub fn make_room(&mut self, bytes: u64, is_unmapped: &dyn Fn(SegmentId) -> bool) -> bool {
-        if bytes > self.limits.memory_bytes {
-            return false;
-        }
-        let mut evicted_bytes = 0;
-        loop {
-            // Lengths come from outside. What is evicted counts until its file is gone.
-            let used_bytes = self.used_bytes().saturating_sub(evicted_bytes);
-            let taken_bytes = used_bytes.saturating_add(self.reserved_bytes());
-            if taken_bytes.saturating_add(bytes) <= self.limits.memory_bytes {
-                return true;
+        // Lengths come from outside.
+        let taken_bytes = self.used_bytes().saturating_add(self.reserved_bytes());
+        let missing = taken_bytes.saturating_add(bytes).saturating_sub(self.limits.memory_bytes);
+        let (mut freed, mut victims) = (0u64, Vec::new());
+        if missing > 0 {
+            for (len_bytes, victim) in self.victims(is_unmapped) {
+                freed = freed.saturating_add(len_bytes);
+                victims.push(victim);
+                if freed >= missing {
+                    break;
+                }
             }
-            let Some(victim) = self.victim(is_unmapped) else { return false };
-            let parts = self.step(&victim).map(|step| step.parts.clone()).unwrap_or_default();
-            let segments = parts.values().filter_map(|id| self.segments.get(id));
-            evicted_bytes += segments.map(|segment| segment.len_bytes).sum::<u64>();
-            self.release_step(&victim);
         }
+        let fits = freed >= missing;
+        if fits {
+            victims.iter().for_each(|victim| self.release_step(victim));
+        }
+        fits
     }
 
     /// Returns whether waiting may free memory for a launch: processes of other launches have not ended yet, or steps are being saved.
@@ -62,9 +63,10 @@ impl Core {
         is_ending || !self.unsaved().is_empty()
     }
 
-    /// The committed step that was committed first, of those that no process maps and no job would resume from.
-    fn victim(&self, is_unmapped: &dyn Fn(SegmentId) -> bool) -> Option<StepKey> {
-        let mut candidates = Vec::new();
+    /// Committed steps that no process maps and no job would resume from, with the bytes of their segments; the one that was committed first
+    /// comes first.
+    fn victims(&self, is_unmapped: &dyn Fn(SegmentId) -> bool) -> Vec<(u64, StepKey)> {
+        let mut found = Vec::new();
         for (job, state) in &self.jobs {
             let protected = protected(job, state);
             let is_idle = |id: &SegmentId| {
@@ -74,10 +76,14 @@ impl Core {
                 matches!(found.phase, Phase::Committed { .. }) && found.parts.values().all(is_idle)
             });
             let idle = idle.into_iter().filter(|key| !protected.contains(key));
-            candidates.extend(idle.map(|key| (self.step(&key).map(|s| s.committed_at), key)));
+            found.extend(idle.map(|key| (self.step(&key).map(|s| s.committed_at), key)));
         }
-        candidates.sort();
-        candidates.into_iter().next().map(|(_, key)| key)
+        found.sort();
+        let len_bytes = |key: &StepKey| {
+            let parts = self.step(key).into_iter().flat_map(|step| step.parts.values());
+            parts.filter_map(|id| self.segments.get(id)).map(|segment| segment.len_bytes).sum()
+        };
+        found.into_iter().map(|(_, key)| (len_bytes(&key), key)).collect()
     }
 
     /// Ends a step that is over: the segments of live owners may be filled again, the others are unlinked.

@@ -31,7 +31,8 @@ impl Launch {
             launch_bytes: 0,
             reserved_bytes: 0,
             taken: BTreeSet::new(),
-            skipped: None,
+            skipped: BTreeMap::new(),
+            loads: BTreeMap::new(),
             over: BTreeMap::new(),
         }
     }

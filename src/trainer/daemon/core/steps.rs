@@ -1,9 +1,9 @@
 //! The life of a step: filled by its ranks, staged, hashed, saved, committed; or dropped whole.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::{Core, Effect, FillOutcome, Phase, StagedStep, StepKey, Use, fail};
+use super::{Core, Effect, FillOutcome, Phase, Skipped, StagedStep, StepKey, Use, fail};
 use crate::id::{FillId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::Kind;
 use crate::trainer::protocol::{Failure, Notice, Place, Sample};
@@ -12,13 +12,17 @@ use crate::trainer::protocol::{Failure, Notice, Place, Sample};
 pub const MAX_DROPPED: usize = 1024;
 /// Ends of steps that are remembered for each launch.
 const MAX_OVER: usize = 256;
+/// Skipped steps that are remembered for each launch.
+const MAX_SKIPPED: usize = 64;
 
 impl Core {
-    /// A segment into which the member may write `step`. `new_fill` and `new_segment` draw ids.
+    /// A segment into which the member may write `step`; with `or_skip`, [`FillOutcome::Skipped`] where there is none. `new_fill` and `new_segment` draw ids.
+    #[expect(clippy::too_many_arguments, reason = "ids and looks at files come in from outside")]
     pub fn fill(
         &mut self,
         member: MemberId,
         step: Step,
+        or_skip: bool,
         now: Duration,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
         new_fill: &mut dyn FnMut() -> FillId,
@@ -54,15 +58,24 @@ impl Core {
         {
             return Err(saved_twice(&place, step));
         }
-        if let Some((skipped, why)) = &launch.skipped
-            && *skipped == step
-        {
-            return Ok(FillOutcome::Skipped(why.clone()));
+        if or_skip && let Some(why) = self.skipped_by_others(&place, step) {
+            self.went_on(member, &place, step);
+            return Ok(FillOutcome::Skipped(why));
         }
         let again = self.filling_segment(member, &place, step);
         self.went_on(member, &place, step);
         let Some(segment) = again.or_else(|| self.free_segment(member, is_unmapped)) else {
-            return self.no_segment(member, segments_a_rank, is_unmapped, new_segment);
+            let none = self.no_segment(member, segments_a_rank, is_unmapped, new_segment)?;
+            return Ok(match none {
+                // A step that another rank has begun to fill is waited for.
+                FillOutcome::Full(why)
+                    if or_skip && self.key_of(&place.job, step, place.launch).is_none() =>
+                {
+                    self.skip(&place, step, &why);
+                    FillOutcome::Skipped(why)
+                }
+                none => none,
+            });
         };
         let state = self.jobs.entry(place.job.clone()).or_default();
         let found = state.steps.entry((step, place.launch)).or_insert_with(|| StagedStep {
@@ -85,23 +98,25 @@ impl Core {
         Ok(FillOutcome::Segment(segment, fill))
     }
 
-    /// Returns whether no rank of the member's launch has begun to fill the step.
-    pub fn may_skip(&self, member: MemberId, step: Step) -> bool {
-        self.writer(member).is_ok_and(|place| self.key_of(&place.job, step, place.launch).is_none())
+    /// Skips a step for all ranks of a launch.
+    fn skip(&mut self, place: &Place, step: Step, why: &str) {
+        let Some(launch) = self.launch_mut(place) else { return };
+        while launch.skipped.len() >= MAX_SKIPPED {
+            launch.skipped.pop_first();
+        }
+        let skipped = Skipped { why: why.to_owned(), told: BTreeSet::from([place.rank]) };
+        launch.skipped.insert(step, skipped);
     }
 
-    /// Skips a step for the member's whole launch, unless a rank has begun to fill it. Returns whether it is skipped.
-    pub fn skip(&mut self, member: MemberId, step: Step, why: &str) -> bool {
-        let Ok(place) = self.writer(member) else { return false };
-        if !self.may_skip(member, step) {
-            return false;
+    /// Returns why other ranks skip a step, once for each rank: one that asks again begins anew.
+    fn skipped_by_others(&mut self, place: &Place, step: Step) -> Option<String> {
+        let launch = self.launch_mut(place)?;
+        let skipped = launch.skipped.get_mut(&step)?;
+        if skipped.told.insert(place.rank) {
+            return Some(skipped.why.clone());
         }
-        let job = self.jobs.get_mut(&place.job);
-        let Some(launch) = job.and_then(|job| job.launches.get_mut(&place.launch)) else {
-            return false;
-        };
-        launch.skipped = Some((step, why.to_owned()));
-        true
+        launch.skipped.remove(&step);
+        None
     }
 
     /// The segment into which the member fills the step already: it asks again when the answer was lost. With another one there would be

@@ -69,3 +69,35 @@ def test_the_lines_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
     undisturbed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert undisturbed.stdout == printed
+
+
+def test_the_lines_of_the_tutorial_do_what_it_says(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """The first script of docs/trainers.md saves, and goes on with the random numbers of the step that it loads."""
+    import torch
+
+    found = re.search(r"```python\n(import rapidraid\n\nrng = .*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.DOTALL)
+    assert found is not None
+    script = found[1].replace('"gpt"', repr(job)).replace('"client/rapidraid.toml"', repr(str(cluster.config)))
+
+    def run(steps: int) -> list[float]:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        drawn: list[float] = []
+
+        def train_one_step() -> None:
+            drawn.append(torch.rand(()).item())
+            optimizer.zero_grad()
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=500)
+        names = {"torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+        exec(script, {**names, "steps": steps, "train_one_step": train_one_step})  # noqa: S102
+        return drawn
+
+    torch.manual_seed(5)
+    first = run(250)
+    torch.manual_seed(6)
+    second = run(250)
+    assert len(first) == 250 and second == first[200:]

@@ -76,7 +76,7 @@ def _ratios(record: dict[str, Any], file: Path) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -97,5 +97,5 @@ def _steps(record: dict[str, Any], file: Path) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)

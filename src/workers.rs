@@ -142,7 +142,7 @@ mod tests {
         for number in 1..50 {
             let tell = tell.clone();
             let job = move || {
-                // Whichever of them is first frees the first job; nobody listens any more then.
+                // The first of them to run frees the first job. Nobody listens any more then.
                 let _ = tell.send(());
                 (number, true)
             };

@@ -278,9 +278,9 @@ class _Job:
 
     def run(self, reader: Reader) -> str | None:
         """Copies and verifies everything, then puts plain values in place."""
-        targets, scratch = self._targets()
         rows = [row for _, row, _ in self.values]
-        reader.check_wanted(targets, rows)
+        reader.check_wanted([(destination.row, destination.part, 0, 0) for destination in self.destinations], rows)
+        targets, scratch = self._targets()
         contents = []
         for places in reader.windows([], rows):
             for leaf, row, flags in (self.values[at] for at in places):

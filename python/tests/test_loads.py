@@ -85,7 +85,7 @@ def test_destinations_that_share_memory(cluster: rapidraid.LocalCluster, job: st
     second.wait()
     both = torch.zeros(64)
     with monkeypatch.context() as patched:
-        # What is tied on both sides is loaded once, straight into its place.
+        # Weights that are tied on both sides are loaded once, straight into their place.
         patched.setattr("rapidraid._load.put_scratch", lambda *_: pytest.fail("it was loaded beside its place"))
         second.load({"a": both, "b": both})
     assert torch.equal(both, tied)

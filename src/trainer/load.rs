@@ -123,7 +123,7 @@ impl Session {
         }
         let mut window = extents.to_vec();
         window.sort_unstable();
-        // What was verified was in other memory.
+        // A flag from an earlier window is about bytes in memory that is gone.
         for row in &window {
             if let Some(known) = step.verified.get_mut(*row as usize) {
                 *known = OnceLock::new();
@@ -137,7 +137,7 @@ impl Session {
     pub fn release(&mut self, step: LoadedStep, wait: &mut Wait<'_>) -> Result<(), StagingError> {
         const ROWS: usize = 32_768;
         let ticket = step.about.ticket;
-        // Of what is read by ranges each process reads its own.
+        // Each process has windows of its own, so its flags mean nothing to other ranks.
         let shared = if step.is_by_ranges() { &[][..] } else { &step.verified };
         let verified: Vec<u32> = (0u32..)
             .zip(shared)

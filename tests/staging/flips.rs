@@ -14,7 +14,7 @@ use crate::launch::{Launch, Plan, ROWS, Trainer};
 use crate::machine::{Cluster, files_below};
 use crate::stage::Stage;
 
-/// What came of the bits of a place.
+/// How often each outcome was seen, by the place of the bits.
 pub type Seen = BTreeMap<&'static str, BTreeMap<&'static str, u64>>;
 
 /// Where an extent of the first rank lies in its segment, and how long it is.

@@ -53,7 +53,7 @@ fn extents_are_read_as_they_are_asked_for(cluster: &Cluster, job: &str) {
     let mut step = open(&mut session, &load_of(job, true));
     assert_eq!(step.about.source, LoadSource::Ranges);
     assert_eq!((step.about.why_by_ranges.as_str(), stage.status().used_bytes), ("", 0));
-    // What is not in the window cannot be read.
+    // An extent outside of the window cannot be read.
     let extents = step.table.extents().iter();
     let last = extents.filter(|extent| extent.len_bytes > 0).count() as u32 - 1;
     assert!(step.bytes(last).is_err());
@@ -123,7 +123,7 @@ fn a_window_that_nobody_takes_is_read_again(cluster: &Cluster, job: &str) {
     archived(&stage, &Plan::new(job, 1));
     let mut session = stage.session().unwrap();
     let mut step = open(&mut session, &load_of(job, true));
-    // It is read, and then given up: the daemon waits ten seconds for its process.
+    // The daemon reads the window and gives it up when its process has not taken it for ten seconds.
     let request = Request::ReadExtents { ticket: step.about.ticket, extents: vec![0], limit_ms: 0 };
     with_wait(|wait| session.ask("a part", &request, wait)).unwrap();
     std::thread::sleep(Duration::from_secs(12));

@@ -113,16 +113,9 @@ pub fn kills(kills: &Kills) -> ExitCode {
 fn kills_with_torch(settings: &[(&str, String)]) -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     let environment = with_wheel(root, "dev", &[])?;
-    let mut tests = environment.command("python");
-    tests.env("PYTHONSAFEPATH", "1").args([
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "tests/test_kills.py",
-    ]);
+    let mut tests = environment.pytest("tests/test_kills.py");
+    // What each launch did is printed while it happens.
+    tests.arg("-s");
     run(tests.envs(settings.iter().cloned()))
 }
 

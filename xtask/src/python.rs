@@ -114,6 +114,15 @@ impl Environment {
         wheels.next().context("maturin made no wheel")
     }
 
+    /// A run of tests, files or folders below `python/`. The package that is tested is the installed one, not the folder beside the tests;
+    /// also in programs that the tests start.
+    pub fn pytest(&self, tests: &str) -> Command {
+        let mut command = self.command("python");
+        command.env("PYTHONSAFEPATH", "1");
+        command.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", tests]);
+        command
+    }
+
     /// Installs a wheel over the one before it.
     pub fn install(&self, wheel: &Path) -> Result<()> {
         let mut pip = self.command("python");

@@ -178,17 +178,7 @@ impl Run {
         }
         println!("\n== mypy of the benchmarks");
         python::run(environment.command("mypy").args(["benchmarks/trainers"]))?;
-        let mut tests = environment.command("python");
-        // The package that is tested is the installed one, not the folder beside the tests; also by programs that the tests start.
-        tests.env("PYTHONSAFEPATH", "1").args([
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests",
-        ]);
-        self.counted("Python tests", Runner::Pytest, &mut tests)
+        self.counted("Python tests", Runner::Pytest, &mut environment.pytest("tests"))
     }
 
     /// The experiments of `cluster/` as their `[short]` says: whether they work, on loopback and, where this is root, on namespaces.

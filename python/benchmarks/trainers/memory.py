@@ -54,7 +54,7 @@ class GroupPeak:
         self._parent = first if first.is_dir() else second
         self._group = self._parent / f"rapidraid-bench-{pid}"
         self._peak = self._group / ("memory.max_usage_in_bytes" if first.is_dir() else "memory.peak")
-        # What the process has already stays with its old group.
+        # Memory that the process has already stays charged to its old group.
         self._before = _rollup(pid, "Pss_Anon")
         self._is_made = False
         self._home: Path | None = None

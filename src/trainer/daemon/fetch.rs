@@ -1,5 +1,5 @@
 //! Loads from the cluster: the shards of a step are read once, in order, into files of the staging folder, and given out like segments.
-//! Of a step that is loaded by ranges ([`super::ranges`]) only the table is read here.
+//! For a load by ranges ([`super::ranges`]) this module reads the table alone.
 #![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::collections::BTreeMap;

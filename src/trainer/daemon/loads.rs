@@ -35,7 +35,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(500);
 pub enum Source {
     /// Segments.
     Memory { step: Arc<Assembled>, _holds: Vec<Hold> },
-    /// What was read from the cluster: files, or the table alone.
+    /// Files that were read from the cluster; none in a load by ranges, which has the table alone.
     Cluster { fetched: Arc<Fetched> },
 }
 

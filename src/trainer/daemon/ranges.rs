@@ -45,7 +45,7 @@ struct Shared {
     total_bytes: AtomicU64,
     end: Mutex<Option<Result<Filled, Failure>>>,
     taken: Notify,
-    /// Nobody took the end in time.
+    /// Set when no process took the result in time.
     has_expired: AtomicBool,
 }
 

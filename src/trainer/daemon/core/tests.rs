@@ -237,7 +237,7 @@ fn a_step_is_skipped_by_all_ranks_or_by_none() {
     assert!(is_skipped(world.fill_or_skip(17, 40, true).unwrap()));
     // A rank that asks again does not get an old answer.
     assert!(matches!(world.fill_or_skip(17, 40, true).unwrap(), FillOutcome::Segment(..)));
-    // Of a step that one rank fills no other one can be left out: it waits.
+    // A step that one rank fills is not skipped by another rank, which waits for a segment.
     assert!(matches!(world.fill_or_skip(16, 40, true).unwrap(), FillOutcome::Segment(..)));
     world.stage(16, 40);
     world.stage(17, 40);

@@ -96,13 +96,17 @@ impl Environment {
         build.args(["build", "--locked", "--package", "rapidraid", "--bin", "rapidraid"]);
         run(build.args(["--profile", profile]).current_dir(&self.root))?;
         let folder = if profile == "dev" { "debug" } else { profile };
+        self.wheel_with(&self.root.join("target").join(folder).join("rapidraid"), profile)
+    }
+
+    /// The same with a program that is built already.
+    pub fn wheel_with(&self, program: &Path, profile: &str) -> Result<PathBuf> {
         let inside = self.root.join("python/rapidraid/_bin");
         std::fs::create_dir_all(&inside).with_context(|| inside.display().to_string())?;
-        let (from, to) =
-            (self.root.join("target").join(folder).join("rapidraid"), inside.join("rapidraid"));
+        let to = inside.join("rapidraid");
         // Removed first: a daemon of an earlier run may still be running from it.
         let _ = std::fs::remove_file(&to);
-        std::fs::copy(&from, &to).with_context(|| from.display().to_string())?;
+        std::fs::copy(program, &to).with_context(|| program.display().to_string())?;
         run(Command::new("strip").arg(&to))?;
         let out = self.root.join("target/python/wheels");
         let _ = std::fs::remove_dir_all(&out);

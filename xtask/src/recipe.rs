@@ -60,7 +60,8 @@ impl Run {
                 ["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"];
             self.cargo("clippy", &lint, &[])?;
             // Minutes long, so that cargo does not count it among all targets; it must build all the same.
-            let long = ["clippy", "--locked", "--test", "sixteen", "--", "-D", "warnings"];
+            let long =
+                ["clippy", "--locked", "--workspace", "--test", "sixteen", "--", "-D", "warnings"];
             self.cargo("clippy of what the suite leaves out", &long, &[])?;
         } else {
             self.skip("clippy: it is not installed (rustup component add clippy)");
@@ -73,7 +74,11 @@ impl Run {
         self.experiments()?;
         self.cargo("doc tests", &["test", "--locked", "--workspace", "--doc"], &[])?;
         if self.has_benches() {
-            self.cargo("benches, each once", &["test", "--locked", "--bench", "*"], &[])?;
+            self.cargo(
+                "benches, each once",
+                &["test", "--locked", "--workspace", "--bench", "*"],
+                &[],
+            )?;
         } else {
             self.skip("benches: there is no benches/*.rs");
         }
@@ -161,7 +166,8 @@ impl Run {
             Err(Unable::Failed(error)) => return Err(error),
         };
         println!("\n== the Python package's wheel");
-        let wheel = environment.wheel("dev")?;
+        // The tests have built the program; another selection of packages would build all that it needs once more.
+        let wheel = environment.wheel_with(&self.root.join("target/debug/rapidraid"), "dev")?;
         environment.install(&wheel)?;
         let checks: [(&str, &[&str]); 3] = [
             ("ruff", &["check", "."]),
@@ -183,7 +189,16 @@ impl Run {
 
     /// The experiments of `cluster/` as their `[short]` says: whether they work, on loopback and, where this is root, on namespaces.
     fn experiments(&mut self) -> Result<()> {
-        let build = ["build", "--locked", "-p", "rapidraid", "-p", "rapidraid-cluster"];
+        // Of the whole workspace, as the tests were: one selection of packages, one build.
+        let build = [
+            "build",
+            "--locked",
+            "--workspace",
+            "--bin",
+            "rapidraid",
+            "--bin",
+            "rapidraid-cluster",
+        ];
         self.cargo("cluster programs", &build, &[])?;
         let out = self.root.join("target/experiments");
         std::fs::create_dir_all(&out).with_context(|| out.display().to_string())?;
@@ -205,10 +220,10 @@ impl Run {
         for (on, names) in hosts {
             for name in names {
                 let file = format!("cluster/experiments/{name}.toml");
-                let run = ["run", "--locked", "-q", "-p", "rapidraid-cluster", "--", "run", &file];
-                let rest = ["--short", "--out", &out];
+                let mut program = Command::new(self.root.join("target/debug/rapidraid-cluster"));
+                program.args(["run", &file]).args(&on).args(["--short", "--out", &out]);
                 let title = format!("experiment {name} {}", on[1]);
-                self.cargo(&title, &[&run[..], &on[..], &rest[..]].concat(), &[])?;
+                self.counted(&title, Runner::Cargo, program.current_dir(&self.root))?;
             }
         }
         Ok(())

@@ -46,3 +46,5 @@ mod takeover;
 mod unknown;
 #[path = "cluster/vanished.rs"]
 mod vanished;
+#[path = "cluster/witnesses.rs"]
+mod witnesses;

@@ -116,7 +116,7 @@ fn every_record_is_on_its_page() {
         "PieceForm",
     ];
     types_have_their_rows("docs/format.md", "src/format/records.rs", &records);
-    let of_the_cluster = ["Node", "Members", "Home", "SeenEpoch", "Heard"];
+    let of_the_cluster = ["Node", "Members", "Home", "SeenEpoch", "Heard", "CatchUp", "Standing"];
     types_have_their_rows("docs/format.md", "src/format/cluster.rs", &of_the_cluster);
     types_have_their_rows("docs/format.md", "src/format/file.rs", &["FileHeader", "Content"]);
     types_have_their_rows("docs/format.md", "src/format/geometry.rs", &["StripeCut"]);
@@ -151,6 +151,7 @@ fn every_message_is_on_its_page() {
         "RemoveAnswer",
         "StepView",
         "ListAnswer",
+        "StandingAnswer",
         "MarkedAnswer",
         "MarkedSave",
         "ShowAnswer",

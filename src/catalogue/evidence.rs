@@ -19,6 +19,8 @@ pub struct SaveEvidence {
     tombstone: Option<Tombstone>,
     is_buried: bool,
     saved: Option<(Job, Step, Saved)>,
+    /// Nodes with a mark of it that proves nothing.
+    damaged_marks: BTreeSet<NodeId>,
     shards: BTreeMap<u32, ShardEvidence>,
 }
 
@@ -26,6 +28,8 @@ pub struct SaveEvidence {
 struct ShardEvidence {
     root: Option<ShardRoot>,
     marked: BTreeSet<NodeId>,
+    /// Nodes that have more of it than its mark.
+    holders: BTreeSet<NodeId>,
     stripes: BTreeMap<u32, StripeEvidence>,
 }
 
@@ -87,8 +91,12 @@ pub struct CommittedShard {
     pub state: ShardState,
     /// Nodes that have its commit mark.
     pub marked: BTreeSet<NodeId>,
+    /// Nodes that have more of it than that.
+    pub holders: BTreeSet<NodeId>,
     /// Stripes of which too little was found to be read.
     pub damaged: Vec<u32>,
+    /// The receipts of some stripe do not say which attempt was committed, or whether one was, and it cannot be read by what they say.
+    pub is_doubtful: bool,
 }
 
 impl SaveEvidence {
@@ -108,6 +116,9 @@ impl SaveEvidence {
         }
         let shard = self.shards.entry(held.shard.index()).or_default();
         let fits = |root: &ShardRoot| root.shard == held.shard && root.save == save;
+        if held.root.is_some() || !held.stripes.is_empty() {
+            shard.holders.insert(node);
+        }
         if let Some(bytes) = &held.mark
             && let Ok(mark) = CommitMark::parse(bytes)
             && mark.cluster == cluster
@@ -118,10 +129,15 @@ impl SaveEvidence {
             self.saved = Some((mark.root.job.clone(), mark.root.step, mark.saved));
             // What a mark says was committed; leaves may be those of a save that went no further.
             shard.root = Some(mark.root);
-        } else if let Some(root) = held.root.as_ref().filter(|root| fits(root))
-            && shard.root.is_none()
-        {
-            shard.root = Some(root.clone());
+        } else {
+            if held.mark.is_some() {
+                self.damaged_marks.insert(node);
+            }
+            if let Some(root) = held.root.as_ref().filter(|root| fits(root))
+                && shard.root.is_none()
+            {
+                shard.root = Some(root.clone());
+            }
         }
         for stripe in &held.stripes {
             shard.stripes.entry(stripe.index).or_default().add(stripe);
@@ -131,6 +147,12 @@ impl SaveEvidence {
     /// Whether a commit mark was found.
     pub fn is_marked(&self) -> bool {
         self.saved.is_some()
+    }
+
+    /// Nodes whose mark is the only evidence of a commit, and does not parse; none when a good mark was found, or that it was removed.
+    pub fn doubts(&self) -> Option<&BTreeSet<NodeId>> {
+        let is_known = self.saved.is_some() || self.tombstone.is_some() || self.is_buried;
+        Some(&self.damaged_marks).filter(|nodes| !is_known && !nodes.is_empty())
     }
 
     /// A node says that it has removed the save: the last of what was found goes too.
@@ -157,7 +179,7 @@ impl SaveEvidence {
         let mut found = self.shards;
         for index in 0..saved.shards {
             let shard = found.remove(&index).unwrap_or_default();
-            let Some(root) = shard.root else {
+            let Some(root) = shard.root.clone() else {
                 let why =
                     format!("the root of shard {index} of {} was found nowhere", saved.shards);
                 return Verdict::Incomplete { job, step, saved, why };
@@ -166,13 +188,15 @@ impl SaveEvidence {
                 let why = format!("the root of shard {} does not fit together", root.name);
                 return Verdict::Incomplete { job, step, saved, why };
             };
-            let (state, damaged) = judge_stripes(&root, &geometry, &shard.stripes, generation);
+            let Judged { state, damaged, is_doubtful } =
+                judge_stripes(&root, &geometry, &shard.stripes, generation);
             if state.runs.len() > MAX_RUNS {
                 let why =
                     format!("the stripes of shard {} are in more than {MAX_RUNS} runs", root.name);
                 return Verdict::Incomplete { job, step, saved, why };
             }
-            shards.push(CommittedShard { root, state, marked: shard.marked, damaged });
+            let ShardEvidence { marked, holders, .. } = shard;
+            shards.push(CommittedShard { root, state, marked, holders, damaged, is_doubtful });
         }
         if roots_hash(shards.iter().map(|shard| &shard.root)) != Some(saved.roots_hash) {
             let why = "its shard roots are not the ones that were committed".to_owned();
@@ -193,6 +217,11 @@ impl StripeEvidence {
         }
     }
 
+    /// Whether so many nodes have the receipt of an attempt that it counts, whatever the missing nodes have.
+    fn is_proven(&self, root: &ShardRoot) -> bool {
+        self.receipts.values().any(|(_, _, nodes)| is_enough(root, *nodes))
+    }
+
     /// Pieces of an attempt that can be read; with a systematic code replicas left in place are pieces, and so are blocks that are
     /// `empty`, which have no file.
     fn readable(&self, attempt: Attempt, code: CodeId, empty: &BTreeSet<u8>) -> usize {
@@ -204,21 +233,29 @@ impl StripeEvidence {
     }
 }
 
+/// What follows for a shard.
+struct Judged {
+    state: ShardState,
+    damaged: Vec<u32>,
+    is_doubtful: bool,
+}
+
 /// The states of a shard's stripes, and those of which too little was found.
 fn judge_stripes(
     root: &ShardRoot,
     geometry: &Geometry,
     found: &BTreeMap<u32, StripeEvidence>,
     generation: Generation,
-) -> (ShardState, Vec<u32>) {
+) -> Judged {
     let mut state = ShardState { generation, owner: None, deleting: false, runs: Vec::new() };
-    let mut damaged = Vec::new();
+    let (mut damaged, mut is_doubtful) = (Vec::new(), false);
     let nothing = StripeEvidence::default();
     for index in 0..geometry.stripes() {
         let stripe = found.get(&index).unwrap_or(&nothing);
         let Some(cut) = geometry.stripe(index) else { continue };
         let empty: BTreeSet<u8> = (0..root.k).filter(|&block| cut.block_len(block) == 0).collect();
         let (judged, is_readable) = judge_stripe(root, stripe, &empty);
+        is_doubtful |= !stripe.is_proven(root) && (!is_readable || stripe.receipts.len() > 1);
         if !is_readable {
             damaged.push(index);
         }
@@ -227,7 +264,12 @@ fn judge_stripes(
             _ => state.runs.push(Run { count: 1, state: judged }),
         }
     }
-    (state, damaged)
+    Judged { state, damaged, is_doubtful }
+}
+
+/// Whether a receipt on so many nodes is on one at least of any k: n-k+1 of them.
+fn is_enough(root: &ShardRoot, nodes: u32) -> bool {
+    nodes as usize > usize::from(root.n) - usize::from(root.k)
 }
 
 /// The state of one stripe, and whether enough was found to read it.
@@ -239,7 +281,7 @@ fn judge_stripe(
     let is_there = |block: &u8| empty.contains(block) || stripe.blocks.contains(block);
     let has_all_blocks = (0..root.k).all(|block| is_there(&block));
     // An older attempt may have left receipts, and a newer one that was never committed a few: what enough nodes know counts first.
-    let is_enough = |nodes: u32| nodes as usize > usize::from(root.n) - usize::from(root.k);
+    let is_enough = |nodes| is_enough(root, nodes);
     let best = stripe
         .receipts
         .iter()

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::map::{begin, tenure};
-use super::records::{NODES, parse};
+use super::map::{MapWriter, tenure};
+use super::records::{NODES, NOTHING_FORGOTTEN, parse};
 use super::table::{Table, moving};
 use super::{Catalogue, CatalogueError, Entry, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
@@ -67,7 +67,9 @@ impl LocalCatalogue {
             Some((epoch, map)) if epoch >= seen => (epoch, map),
             None if seen == Epoch::default() => {
                 let map = MapId(entropy.id());
-                begin(&*kv, Epoch(1), map)?;
+                let mut first = MapWriter::copy(kv.clone(), 0);
+                first.put(NOTHING_FORGOTTEN, &[])?;
+                first.finish(Epoch(1), map)?;
                 (Epoch(1), map)
             }
             found => {
@@ -247,6 +249,13 @@ impl Catalogue for LocalCatalogue {
             if known.as_ref() == Some(node) {
                 break;
             }
+            if known.as_ref().is_some_and(|known| known.storage && !node.storage) {
+                let message = format!(
+                    "node {} is registered as a storage node: stop it, `rapidraid cluster remove-node`, and start it again",
+                    node.name
+                );
+                return Err(CatalogueError::Refused { kind: Kind::Exists, message });
+            }
             if known.is_none() {
                 let others = self.nodes().await?;
                 if others.len() >= MAX_NODES
@@ -325,18 +334,18 @@ mod tests {
         let set = async |key: &str, expected, value: &[u8]| {
             catalogue.set(key, expected, Some(value.to_vec())).await.unwrap()
         };
-        assert_eq!(set("a", None, b"1").await, SetOutcome::Set(1));
-        let now = Some(Entry { value: b"1".to_vec(), revision: 1 });
+        assert_eq!(set("a", None, b"1").await, SetOutcome::Set(2));
+        let now = Some(Entry { value: b"1".to_vec(), revision: 2 });
         assert_eq!(set("a", None, b"2").await, SetOutcome::Other(now.clone()));
         assert_eq!(set("a", Some(7), b"2").await, SetOutcome::Other(now));
-        assert_eq!(set("a", Some(1), b"2").await, SetOutcome::Set(2));
+        assert_eq!(set("a", Some(2), b"2").await, SetOutcome::Set(3));
         assert_eq!(set("b", Some(1), b"2").await, SetOutcome::Other(None));
-        assert_eq!(catalogue.set("a", Some(2), None).await.unwrap(), SetOutcome::Set(3));
+        assert_eq!(catalogue.set("a", Some(3), None).await.unwrap(), SetOutcome::Set(4));
         assert_eq!(catalogue.get("a").await.unwrap(), None);
         // Revisions go on after a restart: no old one ever fits a new value.
         drop(catalogue);
         let again = open(&kv).unwrap();
-        assert_eq!(again.set("a", None, Some(vec![9])).await.unwrap(), SetOutcome::Set(4));
+        assert_eq!(again.set("a", None, Some(vec![9])).await.unwrap(), SetOutcome::Set(5));
     }
 
     #[tokio::test]
@@ -349,9 +358,9 @@ mod tests {
         open(&kv).unwrap();
         let b = kv.get(b"k/b").unwrap().unwrap();
         kv.apply(Batch::new().delete("k/b")).unwrap();
-        assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 2 })));
-        kv.apply(Batch::new().put("k/b", [&b[..], b"!"].concat())).unwrap();
         assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 3 })));
+        kv.apply(Batch::new().put("k/b", [&b[..], b"!"].concat())).unwrap();
+        assert!(matches!(open(&kv), Err(CatalogueError::Incomplete { found: 4 })));
         kv.apply(Batch::new().put("k/b", b)).unwrap();
         open(&kv).unwrap();
     }

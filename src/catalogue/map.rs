@@ -18,7 +18,7 @@ pub(super) const DATA: &str = "k/";
 /// Entries that are made durable at once.
 const BATCH_ENTRIES: usize = 256;
 /// A rebuilt map counts its revisions from epoch times this: one that was read before the rebuild fits nothing after it.
-const REVISIONS_PER_EPOCH: u64 = 1 << 40;
+pub const REVISIONS_PER_EPOCH: u64 = 1 << 40;
 
 /// The part of an entry in the map's sum: the first 16 bytes of BLAKE3.
 pub(super) fn summand(key: &str, stored: &[u8]) -> u128 {

@@ -33,6 +33,8 @@ pub fn roots_prefix(save: SaveId) -> String {
     format!("{ROOTS}{save}/")
 }
 
+/// In a map from its beginning until the first removal of a committed save is forgotten: until then all of them are in it.
+pub const NOTHING_FORGOTTEN: &str = "nothing-forgotten";
 /// Prefix of the saves that are to be removed and belong to no step's record.
 pub const ORPHANS: &str = "x/";
 

@@ -26,6 +26,24 @@ pub struct Members {
     pub nodes: Vec<Node>,
 }
 
+/// Whether a node has caught up (docs/semantics.md, 2); a folder from before there was this record has none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CatchUp {
+    /// The revision of its entry in the catalogue's list of nodes, under which it caught up; `None`: it is behind.
+    pub registered: Option<u64>,
+}
+
+/// What a node knows of the saves that are committed and of those that were removed (docs/semantics.md, 2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Standing {
+    /// Its folder is from before nodes noted this, or its program is.
+    Unknown,
+    /// Its folder is new, or was emptied: it may know of none.
+    Behind,
+    /// It knows of all but so few that more than half of the nodes know of all.
+    CaughtUp,
+}
+
 /// The daemon that serves the catalogue of an epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Home {

@@ -83,6 +83,8 @@ pub enum RecordKind {
     StagedStep = 22,
     /// A job in a staging folder.
     StagedJob = 23,
+    /// Whether a node has caught up with what is committed and what was removed.
+    CatchUp = 24,
 }
 
 impl fmt::Display for RecordKind {
@@ -111,6 +113,7 @@ impl fmt::Display for RecordKind {
             Self::SegmentOwner => "segment owner",
             Self::StagedStep => "staged step",
             Self::StagedJob => "staged job",
+            Self::CatchUp => "catch-up",
         })
     }
 }

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
-pub use super::cluster::{Heard, Home, Members, Node, SeenEpoch};
+pub use super::cluster::{CatchUp, Heard, Home, Members, Node, SeenEpoch, Standing};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError, StripeCut};
 pub use super::save_record::SaveHead;

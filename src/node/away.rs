@@ -1,9 +1,9 @@
 //! Reading while no catalogue answers: what is committed is found by its commit marks on the nodes (docs/semantics.md, 6).
 //!
-//! Nothing is changed and nothing is remembered beyond a moment. The rule is that of a rebuild: all storage nodes but so few are read that
-//! every committed save, and every removal, has left a record on one of them.
+//! Nothing is changed and nothing is remembered beyond a moment. So many storage nodes are read that every committed save, and every
+//! removal, has left a record on one of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -15,19 +15,19 @@ use super::Node;
 use super::census::node_address;
 use super::failure::failure;
 use super::gateway::SHARDS_SHOWN;
-use super::hosting::tolerated;
+use super::quorum::{Quorum, TooFew, is_older};
 use super::rebuild::been_here;
 use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
 use crate::catalogue::records::checkpoint_key;
 use crate::clock::deadline;
-use crate::format::records::{Node as NodeRecord, Saved, ShardState};
-use crate::id::{Generation, NodeId, SaveId};
+use crate::format::records::{Node as NodeRecord, Saved, ShardState, Standing};
+use crate::id::{Generation, NodeId, PeerName, SaveId};
 use crate::kind::Kind;
 use crate::net::call::address;
 use crate::wire::Failure;
 use crate::wire::calls::{
-    Buried, GetState, List, ListAnswer, Marked, MarkedSave, NodeView, ShardHolding, Show,
-    ShowAnswer, StepView,
+    Buried, GetState, List, ListAnswer, ListDamagedMarks, Marked, MarkedSave, NodeView,
+    ShardHolding, Show, ShowAnswer, StandingAnswer, StepView,
 };
 
 /// So long what was put together of a save is used again: a big one takes long, and is shown by many pages.
@@ -49,7 +49,12 @@ const MAX_SHARDS: u32 = 4096;
 /// Nodes that are asked at once what they hold: what they say is in memory until it is put together.
 const NODES_AT_ONCE: usize = 4;
 
+/// Marks are read again so often while steps are removed.
+const LOOKS_AT_MARKS: usize = 4;
+
 type Saves = BTreeMap<SaveId, MarkedSave>;
+/// Saves of which only damaged marks are known, and the nodes that have those.
+type Damaged = BTreeMap<SaveId, BTreeSet<PeerName>>;
 
 /// What was seen of the nodes, and of the save that was looked at last.
 #[derive(Default)]
@@ -71,10 +76,9 @@ struct Gathered {
 /// The nodes at one moment, and the committed steps that they have marks of.
 struct Look {
     nodes: Vec<NodeView>,
-    storage: Vec<NodeRecord>,
-    /// Storage nodes whose marks are known, and how many others there may be.
+    /// Storage nodes whose marks are known, and whether they are enough.
     heard: Vec<NodeRecord>,
-    may_miss: usize,
+    quorum: Quorum,
     /// By their keys in the catalogue, so that they come in its order.
     steps: BTreeMap<String, MarkedSave>,
 }
@@ -82,25 +86,18 @@ struct Look {
 impl Look {
     /// Refuses when something that was committed, or removed, could be known to none of `heard`.
     fn enough(&self, heard: &[NodeRecord]) -> Result<(), Failure> {
-        if self.storage.is_empty() {
-            let text =
-                "no catalogue answers, and this daemon knows no storage node: ask another one";
-            return Err(failure(Kind::Unavailable, text));
-        }
-        let is_heard = |node: &&NodeRecord| heard.iter().any(|other| other.name == node.name);
-        let missing = self.storage.iter().filter(|node| !is_heard(node));
-        let missing: Vec<&str> = missing.map(|node| node.name.as_str()).collect();
-        if missing.len() <= self.may_miss {
-            return Ok(());
-        }
-        let text = format!(
-            "no catalogue answers, and {} of {} storage nodes do not either: at most {} may be missing to find what is committed by its marks. Start {}",
-            missing.len(),
-            self.storage.len(),
-            self.may_miss,
-            missing.join(", ")
-        );
-        Err(failure(Kind::Unavailable, text))
+        self.enough_without(heard, &BTreeSet::new()).map_err(|too_few| {
+            failure(Kind::Unavailable, format!("no catalogue answers, and {too_few}"))
+        })
+    }
+
+    fn enough_without(
+        &self,
+        heard: &[NodeRecord],
+        without: &BTreeSet<PeerName>,
+    ) -> Result<(), TooFew> {
+        let names: BTreeSet<&PeerName> = heard.iter().map(|node| &node.name).collect();
+        self.quorum.check(|name| names.contains(name) && !without.contains(name))
     }
 }
 
@@ -243,37 +240,49 @@ impl Node {
 
     async fn look_anew(&self) -> Result<Look, Failure> {
         let (members, hellos) = self.gather_members().await?;
-        let heard = been_here(hellos.clone()).into_iter().filter(|node| node.storage);
-        let asks: Vec<_> = heard
-            .map(|node| async move {
-                let saves = self.marked_on(&node).await;
-                let saves = saves.inspect_err(|error| {
-                    tracing::info!(node = %node.name, %error, "its marks are not known");
-                });
-                Some((node, saves.ok()?))
-            })
-            .collect();
+        let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
+        let mut standings = self.standings(&storage.collect::<Vec<_>>()).await;
+        // An empty node says that it is behind; one of an older program says that it has seen no epoch.
+        let been_here = been_here(hellos.clone());
+        standings.retain(|(node, answer)| {
+            answer.standing != Standing::Unknown
+                || been_here.iter().any(|other| other.name == node.name)
+        });
         let mut look = Look {
             nodes: Vec::new(),
-            storage: members.iter().filter(|node| node.storage).cloned().collect(),
-            heard: Vec::new(),
-            may_miss: 0,
+            heard: standings.iter().map(|(node, _)| node.clone()).collect(),
+            quorum: Quorum::new(&members, &standings),
             steps: BTreeMap::new(),
         };
-        let mut marked: Saves = BTreeMap::new();
-        let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
-        while let Some(answer) = answers.next().await {
-            let Some((node, saves)) = answer else { continue };
-            look.heard.push(node);
-            marked.extend(saves);
-            if marked.len() > MAX_STEPS {
-                return Err(too_many("checkpoints"));
-            }
+        if look.quorum.is_empty() {
+            let text =
+                "no catalogue answers, and this daemon knows no storage node: ask another one";
+            return Err(failure(Kind::Unavailable, text));
         }
+        let (marked, damaged) = self.read_marks(&mut look).await?;
+        // A disk that was emptied since has nothing to say, and a node that restarted begins anew.
+        let after = self.standings(&look.heard).await;
+        let standing = |answers: &[(NodeRecord, StandingAnswer)], name: &PeerName| {
+            answers.iter().find(|(node, _)| node.name == *name).map(|(_, answer)| answer.standing)
+        };
+        look.heard.retain(|node| {
+            let now = standing(&after, &node.name);
+            now.is_some() && now == standing(&standings, &node.name)
+        });
         let codes = marked.values().map(|found| (found.n, found.k));
-        look.may_miss = tolerated(codes.chain(self.settings.codes.iter().copied()));
-        self.leave_out_buried(&mut look, &mut marked).await;
+        look.quorum.bound(codes.chain(self.settings.codes.iter().copied()));
         look.enough(&look.heard)?;
+        for (save, nodes) in &damaged {
+            // The nodes without it say that it was never committed, if they are enough.
+            look.enough_without(&look.heard, nodes).map_err(|too_few| {
+                let names: Vec<&str> = nodes.iter().map(PeerName::as_str).collect();
+                let text = format!(
+                    "no catalogue answers, and the commit mark of save {save} on {} does not parse; without, {too_few}",
+                    names.join(", ")
+                );
+                failure(Kind::Unavailable, text)
+            })?;
+        }
         for found in marked.into_values() {
             let key = checkpoint_key(&found.job, found.step);
             let is_newer = |other: &MarkedSave| found.saved.generation > other.saved.generation;
@@ -287,25 +296,73 @@ impl Node {
         Ok(look)
     }
 
-    /// All saves that a node has marks of.
-    async fn marked_on(&self, node: &NodeRecord) -> Result<Saves, Failure> {
+    /// The marks of saves that no node has buried, and the saves of which only damaged ones are known; nodes that do not say all of it are
+    /// heard no more.
+    async fn read_marks(&self, look: &mut Look) -> Result<(Saves, Damaged), Failure> {
+        let mut buried = BTreeSet::new();
+        for _ in 0..LOOKS_AT_MARKS {
+            let asks: Vec<_> = std::mem::take(&mut look.heard)
+                .into_iter()
+                .map(|node| async move {
+                    let saves = self.marked_on(&node).await;
+                    let saves = saves.inspect_err(|error| {
+                        tracing::info!(node = %node.name, %error, "its marks are not known");
+                    });
+                    Some((node, saves.ok()?))
+                })
+                .collect();
+            let (mut marked, mut damaged): (Saves, Damaged) = Default::default();
+            let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
+            while let Some(answer) = answers.next().await {
+                let Some((node, (saves, unread))) = answer else { continue };
+                for save in unread {
+                    damaged.entry(save).or_default().insert(node.name.clone());
+                }
+                look.heard.push(node);
+                marked.extend(saves);
+                if marked.len() > MAX_STEPS {
+                    return Err(too_many("checkpoints"));
+                }
+            }
+            drop(answers);
+            damaged.retain(|save, _| !marked.contains_key(save));
+            let known = buried.len();
+            buried.extend(self.find_buried(look, &marked, &damaged).await);
+            // What took the place of a step that was removed since may have been marked behind the look at its node.
+            if buried.len() == known {
+                marked.retain(|save, _| !buried.contains(save));
+                damaged.retain(|save, _| !buried.contains(save));
+                return Ok((marked, damaged));
+            }
+        }
+        let text =
+            "no catalogue answers, and steps are removed while their marks are read: ask again";
+        Err(failure(Kind::Unavailable, text))
+    }
+
+    /// All saves that a node has marks of, and those of which it has damaged ones.
+    async fn marked_on(&self, node: &NodeRecord) -> Result<(Saves, Vec<SaveId>), Failure> {
         let (mut saves, mut after) = (Saves::new(), None);
+        let to = address(&node_address(node));
+        let damaged = match self.caller.call_within(&to, &ListDamagedMarks {}, PAGE_LIMIT).await {
+            Err(error) if is_older(&error) => Vec::new(),
+            damaged => damaged?,
+        };
         loop {
-            let to = address(&node_address(node));
             let page = self.caller.call_within(&to, &Marked { after }, PAGE_LIMIT).await?;
             saves.extend(page.saves.into_iter().map(|found| (found.saved.save, found)));
             // A page goes on behind the one before; anything else would never end.
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) if saves.len() <= MAX_STEPS => after = Some(next),
                 Some(_) => return Err(too_many("checkpoints")),
-                None => return Ok(saves),
+                None => return Ok((saves, damaged)),
             }
         }
     }
 
     /// A removal that was reported has left a tombstone, or a grave, on one of the nodes that are heard. One that does not say is not.
-    async fn leave_out_buried(&self, look: &mut Look, marked: &mut Saves) {
-        let all: Vec<SaveId> = marked.keys().copied().collect();
+    async fn find_buried(&self, look: &mut Look, marked: &Saves, damaged: &Damaged) -> Vec<SaveId> {
+        let all: Vec<SaveId> = marked.keys().chain(damaged.keys()).copied().collect();
         let asks: Vec<_> = std::mem::take(&mut look.heard)
             .into_iter()
             .map(|node| {
@@ -321,14 +378,14 @@ impl Node {
                 }
             })
             .collect();
+        let mut buried = Vec::new();
         let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
         while let Some(answer) = answers.next().await {
             let Some((node, gone)) = answer else { continue };
             look.heard.push(node);
-            for save in gone {
-                marked.remove(&save);
-            }
+            buried.extend(gone);
         }
+        buried
     }
 
     /// The roots and states of a committed save, as the nodes told them after the given time.

@@ -35,6 +35,8 @@ pub(super) struct Census {
     pub removing: BTreeMap<(Job, Step), Vec<Removing>>,
     /// Saves to be removed that belong to no step, as far as is known.
     pub orphans: Vec<Removing>,
+    /// Saves of which only marks that do not parse were found, and the nodes that have those.
+    pub doubts: Vec<(SaveId, BTreeSet<NodeId>)>,
     /// Committed saves that cannot be brought back, and why.
     incomplete: Vec<(Job, Step, Saved, String)>,
 }
@@ -128,6 +130,7 @@ impl Node {
         try_join_all(sources.iter_mut().map(|source| self.fill(source))).await?;
         let mut census = Census::default();
         while let Some((save, evidence)) = self.next_save(&mut sources).await? {
+            census.doubts.extend(evidence.doubts().map(|nodes| (save, nodes.clone())));
             census.add(evidence.judge(save, generation));
         }
         census.finish();
@@ -163,7 +166,7 @@ impl Node {
             }
         }
         // A node whose files of a removed save are gone has nothing of it to list.
-        if evidence.is_marked() {
+        if evidence.is_marked() || evidence.doubts().is_some() {
             let asks = asked.iter().map(|node| async move {
                 let to = address(&node_address(node));
                 self.caller.call_within(&to, &Buried { saves: vec![save] }, PAGE_LIMIT).await

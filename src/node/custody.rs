@@ -93,7 +93,7 @@ impl Node {
         let mut members = None;
         loop {
             let mut lease = self.settings.lease;
-            let registered = self.catalogue().register(&self.record()).await;
+            let registered = self.register_here().await;
             // A home that hears too few nodes registers none, and answers readers all the same.
             let key = format!("{NODES}{}", self.settings.name);
             let answers = registered.is_ok() || self.catalogue().get(&key).await.is_ok();
@@ -107,11 +107,22 @@ impl Node {
                         Ok(()) => {
                             self.hosting.follows();
                             self.remote.expect(answer.epoch, Some(answer.map));
-                            let noted = self.on_store(move |store| {
-                                store.note_revision(answer.map, answer.revision)
-                            });
-                            if let Err(error) = noted.await {
-                                tracing::warn!(%error, "how far the catalogue has come was not noted");
+                            // Before the revision: whoever hears of a late revision from this node hears of those who were nodes then.
+                            if members != Some((answer.map, answer.members)) {
+                                match self.remember_members().await {
+                                    Ok(()) => members = Some((answer.map, answer.members)),
+                                    Err(error) => {
+                                        tracing::info!(%error, "the other nodes were not noted");
+                                    }
+                                }
+                            }
+                            if members == Some((answer.map, answer.members)) {
+                                let noted = self.on_store(move |store| {
+                                    store.note_revision(answer.map, answer.revision)
+                                });
+                                if let Err(error) = noted.await {
+                                    tracing::warn!(%error, "how far the catalogue has come was not noted");
+                                }
                             }
                         }
                         Err(error) => {
@@ -120,15 +131,10 @@ impl Node {
                     }
                     if !told {
                         self.has_returned.store(true, Ordering::Relaxed);
+                        self.catching_up.is_due();
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;
-                    if members != Some((answer.map, answer.members)) {
-                        match self.remember_members().await {
-                            Ok(()) => members = Some((answer.map, answer.members)),
-                            Err(error) => tracing::info!(%error, "the other nodes were not noted"),
-                        }
-                    }
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -138,6 +144,13 @@ impl Node {
             self.runs.give_back_unused();
             self.clock.sleep(renewal(lease).max(LEAST_RENEWAL)).await;
         }
+    }
+
+    async fn register_here(&self) -> Result<RegisterAnswer, Failure> {
+        self.check_registration().await?;
+        let answer = self.catalogue().register(&self.record()).await?;
+        self.check_registration().await?;
+        Ok(answer)
     }
 
     /// Looks for work that others left, again and again.

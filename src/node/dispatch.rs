@@ -18,11 +18,12 @@ use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::pipeline::hop::Incoming;
 use crate::wire::calls::{
-    ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, Claim, Commit,
-    Drop, Fetch, GetRecord, GetState, HandOver, Hello, HoldStill, Inspect, Inventory, Keep,
-    LeaseGrant, LeaseRevoke, LeaseTouch, List, Marked, Members, MoveCatalogue, NodeStatus, Nodes,
-    PolicyStatus, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, Rebuild,
-    Register, Release, Remove, RemoveNode, Reserve, Run, Seal, Show, Suspect, Sweep,
+    ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, CatchUp, Claim,
+    Commit, Drop, Fetch, GetRecord, GetStanding, GetState, HandOver, Hello, HoldStill, Inspect,
+    Inventory, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List, ListDamagedMarks, ListGraves,
+    Marked, Members, MoveCatalogue, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark, PutPlaces,
+    PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove, RemoveNode,
+    Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -294,6 +295,10 @@ impl Node {
             Claim::NUMBER => reply!(Claim => |call| self.claim(call)),
             Members::NUMBER => reply!(Members => |_| self.members()),
             Buried::NUMBER => reply!(Buried => |call| self.buried(call)),
+            GetStanding::NUMBER => reply!(GetStanding => |_| self.standing()),
+            ListGraves::NUMBER => reply!(ListGraves => |call| self.list_graves(call)),
+            CatchUp::NUMBER => reply!(CatchUp => |call| self.catch_up_for(call)),
+            ListDamagedMarks::NUMBER => reply!(ListDamagedMarks => |_| self.damaged_marks()),
             Marked::NUMBER => reply!(Marked => |call| self.marked(call)),
             Inventory::NUMBER => reply!(Inventory => |call| self.inventory(call)),
             Archive::NUMBER => self.archive(request, served).await,

@@ -30,7 +30,12 @@ impl Node {
     }
 }
 
-fn marks(store: &Store, after: Option<ShardId>, limit: usize) -> Result<MarkedAnswer, StoreError> {
+/// A page of the saves that are marked here.
+pub(super) fn marks(
+    store: &Store,
+    after: Option<ShardId>,
+    limit: usize,
+) -> Result<MarkedAnswer, StoreError> {
     let mut saves: Vec<MarkedSave> = Vec::new();
     let (mut last, mut looked_at) = (after, 0);
     for shard in store.shards(after)? {
@@ -44,6 +49,26 @@ fn marks(store: &Store, after: Option<ShardId>, limit: usize) -> Result<MarkedAn
         last = Some(shard);
     }
     Ok(MarkedAnswer { saves, next: None })
+}
+
+/// Saves with marks here of which none parses.
+pub(super) fn damaged_marks(store: &Store) -> Result<Vec<SaveId>, StoreError> {
+    let (mut damaged, mut good) = (Vec::new(), None);
+    for shard in store.shards(None)? {
+        let save = shard.save();
+        if good == Some(save) {
+            continue;
+        }
+        if marked_save(store, shard)?.is_some() {
+            good = Some(save);
+            damaged.pop_if(|last| *last == save);
+        } else if damaged.last() != Some(&save)
+            && store.get_small(Scope::Shard(shard), MARK)?.is_some()
+        {
+            damaged.push(save);
+        }
+    }
+    Ok(damaged)
 }
 
 fn page(

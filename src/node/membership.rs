@@ -1,7 +1,13 @@
 //! Taking a node out of the cluster (docs/semantics.md, 10). Members come by themselves: they register.
 
+use std::time::Duration;
+
+use futures_util::future::join_all;
+
 use super::Node;
+use super::census::node_address;
 use super::failure::failure;
+use super::quorum::majority;
 use super::walk::Walk;
 use crate::catalogue::records::{
     CHECKPOINTS, NODES, ORPHANS, parse, parse_checkpoint_key, roots_prefix,
@@ -10,9 +16,12 @@ use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
 use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::Kind;
+use crate::net::call::address;
 use crate::wire::Failure;
-use crate::wire::calls::RemoveNode;
+use crate::wire::calls::{CatchUp, RemoveNode};
 
+/// A node catches up within this.
+const CATCH_UP_LIMIT: Duration = Duration::from_secs(60);
 /// Checkpoints that a refusal names.
 const NAMED: usize = 8;
 
@@ -28,8 +37,6 @@ impl Node {
             };
             refuse_if_live(&*catalogue, &name).await?;
             let (count, first) = self.lying_on(&*catalogue, &name).await?;
-            // That took a while: it may have come back.
-            refuse_if_live(&*catalogue, &name).await?;
             if count > 0 {
                 let more = if count > first.len() { " and others" } else { "" };
                 let text = format!(
@@ -38,6 +45,9 @@ impl Node {
                 );
                 return Err(failure(Kind::Exists, text));
             }
+            self.keep_majority_without(&*catalogue, &name).await?;
+            // That took a while: it may have come back.
+            refuse_if_live(&*catalogue, &name).await?;
             match catalogue.set(&key, Some(entry.revision), None).await? {
                 SetOutcome::Set(_) => break,
                 // It has registered anew meanwhile, or somebody else was first.
@@ -46,6 +56,35 @@ impl Node {
         }
         tracing::warn!(node = %name, "a node was taken out of the cluster");
         Ok(())
+    }
+
+    /// More than half of the other storage nodes catch up: with one node less they still meet whoever reads without a catalogue.
+    async fn keep_majority_without(
+        &self,
+        catalogue: &dyn Catalogue,
+        name: &PeerName,
+    ) -> Result<(), Failure> {
+        let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
+        let others: Vec<_> = nodes.filter(|node| node.storage && node.name != *name).collect();
+        let call = CatchUp { without: Some(name.clone()) };
+        let asks = others.iter().map(|node| async {
+            let to = address(&node_address(node));
+            let caught_up = self.caller.call_within(&to, &call, CATCH_UP_LIMIT).await;
+            caught_up.map_err(|error| format!("{}: {error}", node.name))
+        });
+        let answers = join_all(asks).await;
+        let caught_up = answers.iter().filter(|answer| answer.is_ok()).count();
+        if others.is_empty() || caught_up >= majority(others.len()) {
+            return Ok(());
+        }
+        let why: Vec<String> = answers.into_iter().filter_map(Result::err).take(NAMED).collect();
+        let text = format!(
+            "{caught_up} of the {} storage nodes besides {name} know what is committed, {} are needed before it leaves ({})",
+            others.len(),
+            majority(others.len()),
+            why.join("; ")
+        );
+        Err(failure(Kind::Unavailable, text))
     }
 
     /// How many steps have a shard with `name` in its ring, committed or under way, and the first of them.

@@ -5,6 +5,7 @@
 
 mod away;
 mod blocks;
+mod catch_up;
 mod census;
 mod collect;
 mod custody;
@@ -21,6 +22,7 @@ mod moving;
 mod notes;
 mod orphans;
 mod policy;
+mod quorum;
 mod rebuild;
 mod records;
 mod removal;
@@ -186,6 +188,7 @@ pub struct Node {
     policy: Mutex<policy::Desk>,
     kept: Mutex<BTreeMap<SaveId, orphans::Kept>>,
     away: away::Away,
+    catching_up: catch_up::CatchingUp,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -251,6 +254,7 @@ impl Node {
             policy,
             kept: Mutex::default(),
             away: away::Away::default(),
+            catching_up: catch_up::CatchingUp::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),
@@ -263,6 +267,7 @@ impl Node {
         node.spawn(Self::collect);
         node.spawn(Self::keep_orphans);
         node.spawn(Self::keep_tidy);
+        node.spawn(Self::keep_caught_up);
         Ok(node)
     }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::Node;
 use super::census::node_address;
+use super::removal::note_forgotten;
 use super::waits::grown;
 use super::walk::Walk;
 use crate::catalogue::records::{CHECKPOINTS, NODES, ORPHANS, ROOTS, STATES, orphan_key, parse};
@@ -235,6 +236,7 @@ impl Node {
             }
             match self.removal_of_orphan(&removing).await {
                 Ok(true) => {
+                    note_forgotten(catalogue).await?;
                     catalogue.set(&key, Some(entry.revision), None).await?;
                 }
                 Ok(false) => {}

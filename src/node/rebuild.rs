@@ -9,6 +9,7 @@ use super::Node;
 use super::census::{Census, node_address};
 use super::failure::failure;
 use super::hosting::tolerated;
+use super::quorum::{Quorum, is_on_latest_list, majority};
 use crate::catalogue::evidence::Committed;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::map::MapWriter;
@@ -19,7 +20,7 @@ use crate::code::{Code, CodeId, table};
 use crate::format::records::{
     Checkpoint, CommitMark, Home, Node as NodeRecord, Record, StripeState,
 };
-use crate::id::{Epoch, Generation, Job, LeaseId, MapId, NodeId, Step, StripeId};
+use crate::id::{Epoch, Generation, Job, LeaseId, MapId, NodeId, PeerName, Step, StripeId};
 use crate::kind::Kind;
 use crate::stage::{Stage, about_to};
 use crate::store::Kv;
@@ -90,23 +91,24 @@ impl Node {
         let epoch = latest.max(self.store.epoch()).next();
         let generation = Generation { epoch, counter: 0 };
         let reached = been_here(heard);
-        enough(&members, &reached, self.configured_codes(), accept_loss)?;
+        enough(&members, &reached, accept_loss)?;
         // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
         let preview = self.census(&storage(&reached), generation).await?;
-        check_census(&preview, &members, &reached, accept_loss)?;
+        self.check_census(&preview, &members, &reached, accept_loss).await?;
         drop(preview);
 
         // Where there is no room for a map nothing is claimed for it.
         let fresh = self.fresh_map().await?;
         let map = MapId(self.entropy.id());
         let claimed = self.claim_all(&reached, epoch, map).await?;
-        enough(&members, &claimed, self.configured_codes(), accept_loss)?;
+        enough(&members, &claimed, accept_loss)?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
         // Again, now that nothing of an older epoch is taken any more.
         about_to(Stage::Census, epoch);
         let sources = storage(&claimed);
         let census = self.census(&sources, generation).await?;
-        check_census(&census, &members, &claimed, accept_loss)?;
+        self.check_census(&census, &members, &claimed, accept_loss).await?;
+        let all = members.iter().filter(|node| node.storage).count();
         let mut answer = RebuildAnswer {
             epoch,
             home: self.settings.name.to_string(),
@@ -117,12 +119,25 @@ impl Node {
             ..RebuildAnswer::default()
         };
         let mut writer = MapWriter::new(fresh, epoch);
-        for node in &members {
+        // Who was taken off the list registers anew, and catches up.
+        let standings = self.standings(&sources).await;
+        let is_listed =
+            |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
+        for node in members.iter().filter(is_listed) {
             writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
         for (step, committed) in census.steps {
-            self.mark_again(&sources, &committed, epoch).await;
+            let marked = self.mark_again(&sources, &committed, epoch).await;
+            if marked < majority(all) && !accept_loss {
+                let text = format!(
+                    "{marked} of {all} storage nodes have a commit mark of {}/{}, {} are needed: rebuild again",
+                    committed.job,
+                    committed.step,
+                    majority(all)
+                );
+                return Err(failure(Kind::Unavailable, text));
+            }
             checkpoints.entry(step).or_default().committed = Some(committed.saved.clone());
             self.write_step(&mut writer, *committed, &mut answer)?;
         }
@@ -160,10 +175,6 @@ impl Node {
         let (workers, lease) = (self.workers.clone(), self.settings.lease);
         let open = move || LocalCatalogue::open(kv, clock, entropy, &workers, lease, epoch);
         Ok(Arc::new(self.workers.run(open).await??))
-    }
-
-    fn configured_codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
-        self.settings.codes.iter().copied()
     }
 
     /// All nodes that any reached node has heard of, and what those say that answer.
@@ -224,8 +235,16 @@ impl Node {
         Ok(claimed)
     }
 
-    /// Marks on the nodes that have none, as far as they can be reached: one mark was enough to bring the save back.
-    async fn mark_again(&self, sources: &[NodeRecord], committed: &Committed, epoch: Epoch) {
+    /// Marks on the nodes that have none, as far as they can be reached: those of the rings, and of one shard on all others. Answers with
+    /// the number of nodes that have one then.
+    async fn mark_again(
+        &self,
+        sources: &[NodeRecord],
+        committed: &Committed,
+        epoch: Epoch,
+    ) -> usize {
+        let mut marked: BTreeSet<NodeId> =
+            committed.shards.iter().flat_map(|shard| &shard.marked).copied().collect();
         for shard in &committed.shards {
             let mark = CommitMark {
                 cluster: self.settings.cluster,
@@ -235,19 +254,87 @@ impl Node {
             let Ok(bytes) = mark.to_bytes() else { continue };
             let call = PutMark { bytes, epoch };
             let ring = |node: &NodeId| shard.root.ring.iter().any(|member| member.node == *node);
-            let puts = sources.iter().map(|source| {
-                let (call, node) = (&call, NodeId::of(&source.name));
-                let is_missing = ring(&node) && !shard.marked.contains(&node);
+            let is_missing = |node: &NodeId| {
+                !marked.contains(node) || (ring(node) && !shard.marked.contains(node))
+            };
+            let missing = sources.iter().filter(|source| is_missing(&NodeId::of(&source.name)));
+            let puts = missing.map(|source| {
+                let call = &call;
                 async move {
-                    if is_missing
-                        && let Err(error) = self.caller.call(&node_address(source), call).await
-                    {
+                    let put = self.caller.call(&node_address(source), call).await;
+                    if let Err(error) = &put {
                         tracing::info!(node = %source.name, %error, "not marked again");
                     }
+                    put.ok().map(|()| NodeId::of(&source.name))
                 }
             });
-            join_all(puts).await;
+            let puts: Vec<_> = puts.collect();
+            marked.extend(join_all(puts).await.into_iter().flatten());
         }
+        marked.len()
+    }
+
+    /// Refuses when what was found says that more has to be read, or that something is missing.
+    async fn check_census(
+        &self,
+        census: &Census,
+        members: &[NodeRecord],
+        reached: &[NodeRecord],
+        accept_loss: bool,
+    ) -> Result<(), Failure> {
+        if accept_loss {
+            return Ok(());
+        }
+        let standings = self.standings(&storage(reached)).await;
+        let mut quorum = Quorum::new(members, &standings);
+        quorum.bound(census.codes().chain(self.settings.codes.iter().copied()));
+        let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
+        quorum.check(is_reached).map_err(|too_few| {
+            failure(Kind::Unavailable, format!("{too_few}; or use --accept-loss"))
+        })?;
+        for (save, nodes) in &census.doubts {
+            let is_sound = |name: &PeerName| is_reached(name) && !nodes.contains(&NodeId::of(name));
+            quorum.check(is_sound).map_err(|too_few| {
+            let bad = reached.iter().filter(|node| nodes.contains(&NodeId::of(&node.name)));
+            let bad: Vec<&str> = bad.map(|node| node.name.as_str()).collect();
+            let text = format!(
+                "the commit mark of save {save} on {} does not parse; without, {too_few}; or use --accept-loss",
+                bad.join(", ")
+            );
+            failure(Kind::Unavailable, text)
+        })?;
+        }
+        let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
+        let unknown = census.ring().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
+        if !unknown.is_empty() {
+            let text = format!(
+                "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
+                unknown.len()
+            );
+            return Err(failure(Kind::Unavailable, text));
+        }
+        let reached: BTreeSet<NodeId> = reached.iter().map(|node| NodeId::of(&node.name)).collect();
+        if let Some((committed, shard, missing)) = thin_ring(census, &reached) {
+            let name = |node: &NodeId| {
+                let known = members.iter().find(|member| NodeId::of(&member.name) == *node);
+                known.map_or_else(|| node.to_string(), |member| member.name.to_string())
+            };
+            let names: Vec<String> = missing.iter().map(name).collect();
+            let text = format!(
+                "{} nodes of the ring of {}/{}, shard {shard}, are not reached or empty ({}): what is archived of it is not certain from the others; start them, or use --accept-loss",
+                missing.len(),
+                committed.job,
+                committed.step,
+                names.join(", ")
+            );
+            return Err(failure(Kind::Unavailable, text));
+        }
+        let Some(first) = census.incomplete().next() else { return Ok(()) };
+        let text = format!(
+            "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
+            census.incomplete().count()
+        );
+        Err(failure(Kind::Lost, text))
     }
 
     fn write_step(
@@ -321,11 +408,10 @@ pub(super) fn without<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-/// Refuses when a rebuild from `reached` could miss what was committed by one of `codes`, or meet another one.
+/// Refuses when another rebuild could reach as many nodes beside this one.
 fn enough(
     members: &[NodeRecord],
     reached: &[NodeRecord],
-    codes: impl IntoIterator<Item = (u8, u8)>,
     accept_loss: bool,
 ) -> Result<(), Failure> {
     let all = members.iter().filter(|node| node.storage).count();
@@ -333,46 +419,34 @@ fn enough(
         let text = "this daemon knows no storage node: rebuild on another one";
         return Err(failure(Kind::Unavailable, text));
     }
-    let less_than_half = all.saturating_sub(1) / 2;
-    let may_miss = tolerated(codes).min(less_than_half);
     let missing: Vec<&str> = without(members, reached).map(|node| node.name.as_str()).collect();
-    if accept_loss || missing.len() <= may_miss {
+    let found = all - missing.len();
+    if accept_loss || found >= majority(all) {
         return Ok(());
     }
     let text = format!(
-        "{} of {all} storage nodes are reached, a rebuild may be without {may_miss}: start {}, or use --accept-loss",
-        all - missing.len(),
+        "{found} of {all} storage nodes are reached, a rebuild needs {}: start {}, or use --accept-loss",
+        majority(all),
         missing.join(", ")
     );
     Err(failure(Kind::Unavailable, text))
 }
 
-/// Refuses when what was found says that more has to be read, or that something is missing.
-fn check_census(
-    census: &Census,
-    members: &[NodeRecord],
-    reached: &[NodeRecord],
-    accept_loss: bool,
-) -> Result<(), Failure> {
-    if accept_loss {
-        return Ok(());
+/// The first shard whose receipts leave a doubt, and of whose ring more is missing than they can do without; and who is missing.
+fn thin_ring<'a>(
+    census: &'a Census,
+    reached: &BTreeSet<NodeId>,
+) -> Option<(&'a Committed, &'a str, Vec<NodeId>)> {
+    for committed in census.steps.values() {
+        for shard in committed.shards.iter().filter(|shard| shard.is_doubtful) {
+            let root = &shard.root;
+            let is_there = |node: &NodeId| reached.contains(node) && shard.holders.contains(node);
+            let ring = root.ring.iter().map(|member| member.node);
+            let missing: Vec<NodeId> = ring.filter(|node| !is_there(node)).collect();
+            if missing.len() > tolerated([(root.n, root.k)]) {
+                return Some((committed, root.name.as_str(), missing));
+            }
+        }
     }
-    if census.codes().next().is_some() {
-        enough(members, reached, census.codes(), false)?;
-    }
-    let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
-    let unknown = census.ring().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
-    if !unknown.is_empty() {
-        let text = format!(
-            "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
-            unknown.len()
-        );
-        return Err(failure(Kind::Unavailable, text));
-    }
-    let Some(first) = census.incomplete().next() else { return Ok(()) };
-    let text = format!(
-        "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
-        census.incomplete().count()
-    );
-    Err(failure(Kind::Lost, text))
+    None
 }

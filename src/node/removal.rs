@@ -12,9 +12,10 @@ use super::Node;
 use super::failure::failure;
 use super::hosting::tolerated;
 use super::marks::{TOMBSTONE, save_scope};
+use super::quorum::majority;
 use super::walk::Walk;
 use crate::catalogue::records::{
-    Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
+    NOTHING_FORGOTTEN, Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
@@ -129,6 +130,12 @@ impl Node {
             RemoveReason::Aborted => usize::MAX,
             _ => tolerated(self.settings.codes.iter().copied()),
         });
+        // Whoever reads without a catalogue asks more than half of the nodes: one of those has been told. What was aborted has no mark.
+        let storage = directory.storage().len();
+        let may_miss = match entry.reason {
+            RemoveReason::Aborted => may_miss,
+            _ => may_miss.min(storage.saturating_sub(majority(storage))),
+        };
         if missed.len() > may_miss {
             let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
             let text = format!(
@@ -173,6 +180,9 @@ impl Node {
         entry: &Removing,
     ) -> Result<(), Failure> {
         about_to(Stage::Forget, entry.save);
+        if entry.reason != RemoveReason::Aborted {
+            note_forgotten(catalogue).await?;
+        }
         // By prefix: a save that died while it was sealed has states without roots.
         for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
             let mut keys = Walk::over(catalogue, prefix);
@@ -236,6 +246,14 @@ impl Node {
             }
         });
     }
+}
+
+/// From here on the catalogue does not know all that was removed: nodes that catch up ask the others (docs/semantics.md, 2).
+pub(super) async fn note_forgotten(catalogue: &dyn Catalogue) -> Result<(), Failure> {
+    if let Some(found) = catalogue.get(NOTHING_FORGOTTEN).await? {
+        catalogue.set(NOTHING_FORGOTTEN, Some(found.revision), None).await?;
+    }
+    Ok(())
 }
 
 /// The storage nodes that are not `done`.

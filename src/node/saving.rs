@@ -9,6 +9,7 @@ use futures_util::stream::{self, TryStreamExt};
 use super::Node;
 use super::failure::failure;
 use super::gateway::not_committed;
+use super::quorum::majority;
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{
     Written, checkpoint_key, read, root_key, roots_prefix, state_key, update, write,
@@ -317,8 +318,14 @@ impl Node {
         let roots = shard_roots(&*catalogue, saved.save).await?;
         let directory = self.directory().await?;
         let (directory, saved) = (&directory, &saved);
+        let first = roots.first().cloned();
         let marks = roots.into_iter().map(|root| self.mark(directory, saved, root, epoch));
-        stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect::<()>().await?;
+        let marked: Vec<Vec<NodeId>> =
+            stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
+        if let Some(root) = first {
+            let marked = marked.into_iter().flatten().collect();
+            self.mark_beyond(directory, saved, root, epoch, marked).await?;
+        }
         let mut superseded = None;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
             if checkpoint.committed.as_ref().is_some_and(|other| other.save == saved.save) {
@@ -345,34 +352,20 @@ impl Node {
         Ok(saved.clone())
     }
 
-    /// Marks of one shard on its ring: all but k-1 nodes at most must have one.
+    /// Marks of one shard on its ring: all but k-1 nodes at most must have one. Answers with those that do.
     async fn mark(
         &self,
         directory: &Directory,
         saved: &Saved,
         root: ShardRoot,
         epoch: Epoch,
-    ) -> Result<(), Failure> {
+    ) -> Result<Vec<NodeId>, Failure> {
         let tolerated = usize::from(root.k) - 1;
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let (name, cluster) = (root.name.clone(), self.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
-        let mut puts = stream::iter(ring)
-            .map(|node| {
-                let call = &call;
-                async move {
-                    let to = directory
-                        .address(node)
-                        .ok_or_else(|| format!("{node} is not registered"))?;
-                    self.caller.call(&to, call).await.map_err(|error| error.to_string())
-                }
-            })
-            .buffer_unordered(MARKS_AT_ONCE);
-        let mut missed = Vec::new();
-        while let Some(put) = puts.next().await {
-            missed.extend(put.err());
-        }
+        let (marked, missed) = self.put_marks(directory, &ring, &call).await;
         if missed.len() > tolerated {
             let text = format!(
                 "{} nodes have no commit mark of shard {name} ({}): it is decided, and becomes visible when they are back",
@@ -381,7 +374,70 @@ impl Node {
             );
             return Err(failure(Kind::Unavailable, text));
         }
+        Ok(marked)
+    }
+
+    /// Marks of a save's first shard on nodes that have none of the save, until more than half of the storage nodes have one: whoever reads
+    /// without a catalogue asks as many (docs/semantics.md, 2).
+    async fn mark_beyond(
+        &self,
+        directory: &Directory,
+        saved: &Saved,
+        root: ShardRoot,
+        epoch: Epoch,
+        mut marked: HashSet<NodeId>,
+    ) -> Result<(), Failure> {
+        let storage = directory.storage();
+        let mark = CommitMark { cluster: self.settings.cluster, saved: saved.clone(), root };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch };
+        marked.retain(|node| storage.contains(node));
+        let mut others: Vec<NodeId> =
+            storage.iter().filter(|node| !marked.contains(node)).copied().collect();
+        // Those that answer first: the others are waited for only where these are not enough.
+        others.sort_by_key(|node| !directory.is_live(*node));
+        let mut missed = Vec::new();
+        while let missing @ 1.. = majority(storage.len()).saturating_sub(marked.len()) {
+            if others.is_empty() {
+                let text = format!(
+                    "{} of {} storage nodes have a commit mark of the save, {} are needed ({}): it is decided, and becomes visible when they are back",
+                    marked.len(),
+                    storage.len(),
+                    majority(storage.len()),
+                    missed.join("; ")
+                );
+                return Err(failure(Kind::Unavailable, text));
+            }
+            let next: Vec<NodeId> = others.drain(..missing.min(others.len())).collect();
+            let (done, failed) = self.put_marks(directory, &next, &call).await;
+            marked.extend(done);
+            missed.extend(failed);
+        }
         Ok(())
+    }
+
+    /// Answers with the nodes that have the mark, and with why the others have not.
+    async fn put_marks(
+        &self,
+        directory: &Directory,
+        nodes: &[NodeId],
+        call: &PutMark,
+    ) -> (Vec<NodeId>, Vec<String>) {
+        let mut puts = stream::iter(nodes.iter().copied())
+            .map(|node| async move {
+                let to =
+                    directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
+                let put = self.caller.call(&to, call).await;
+                put.map(|()| node).map_err(|error| error.to_string())
+            })
+            .buffer_unordered(MARKS_AT_ONCE);
+        let (mut marked, mut missed) = (Vec::new(), Vec::new());
+        while let Some(put) = puts.next().await {
+            match put {
+                Ok(node) => marked.push(node),
+                Err(why) => missed.push(why),
+            }
+        }
+        (marked, missed)
     }
 
     pub(super) async fn abort(self: &Arc<Self>, call: Abort) -> Result<(), Failure> {

@@ -3,11 +3,12 @@
 use super::StoreError;
 use super::folder::{EPOCH, Store};
 use crate::format::envelope::RecordKind;
-use crate::format::records::{Heard, Home, Members, SeenEpoch};
+use crate::format::records::{CatchUp, Heard, Home, Members, SeenEpoch, Standing};
 use crate::id::{Epoch, MapId};
 
 const MEMBERS: &str = "members";
 const HEARD: &str = "heard";
+const CATCH_UP: &str = "catch-up";
 
 impl Store {
     /// What was noted before this start.
@@ -100,6 +101,35 @@ impl Store {
         Ok(())
     }
 
+    /// Whether this node has caught up with what is committed and what was removed. A record that does not open says that it has not.
+    pub fn standing(&self) -> Standing {
+        match self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
+            Ok(None) => Standing::Unknown,
+            Ok(Some(CatchUp { registered: Some(_) })) => Standing::CaughtUp,
+            Ok(Some(_)) | Err(_) => Standing::Behind,
+        }
+    }
+
+    /// The registration under which this node caught up, if it has.
+    pub fn caught_up_as(&self) -> Option<u64> {
+        let record = self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp);
+        record.ok().flatten().and_then(|record| record.registered)
+    }
+
+    /// Notes durably that this node has caught up under a registration, while `epoch` is the highest that it has seen.
+    pub fn note_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
+        // Held over the write: a claim that comes meanwhile is after it, and its rebuild finds what is here.
+        let seen = self.seen();
+        refuse_older(&seen, epoch)?;
+        let record = CatchUp { registered: Some(registered) };
+        self.put_sealed(CATCH_UP, RecordKind::CatchUp, &record)
+    }
+
+    /// Notes durably that this node is behind.
+    pub fn note_behind(&self) -> Result<(), StoreError> {
+        self.put_sealed(CATCH_UP, RecordKind::CatchUp, &CatchUp { registered: None })
+    }
+
     /// The nodes of the cluster as this one last heard; empty when it never did.
     pub fn members(&self) -> Result<Members, StoreError> {
         Ok(self.get_sealed(MEMBERS, RecordKind::Members)?.unwrap_or_default())
@@ -137,6 +167,36 @@ mod tests {
 
     fn home(name: &str) -> Home {
         Home { name: name.parse().unwrap(), address: format!("{name}:7440") }
+    }
+
+    /// A downgraded program keeps what a later one noted, and goes on without it.
+    #[test]
+    fn notes_of_a_later_version_are_not_overwritten() {
+        let disk = Arc::new(MemoryDisk::new(1 << 20));
+        let store = open(&disk);
+        store.claim_epoch(Epoch(1), MapId([1; 16]), home("a")).unwrap();
+        let notes = [
+            (MEMBERS, RecordKind::Members),
+            (HEARD, RecordKind::Heard),
+            (CATCH_UP, RecordKind::CatchUp),
+        ];
+        let later = |kind| crate::format::envelope::seal_record(kind, 2, &[7u8; 30]).unwrap();
+        for (path, kind) in notes {
+            store.put_record(path, &later(kind)).unwrap();
+        }
+        drop(store);
+        let store = open(&disk);
+        assert!(store.put_members(&Members::default()).is_err());
+        assert!(store.note_revision(MapId([1; 16]), 9).is_err());
+        assert!(store.note_behind().is_err() && store.note_caught_up(Epoch(1), 4).is_err());
+        assert_eq!((store.revision(), store.standing()), (0, Standing::Behind));
+        for (path, kind) in notes {
+            assert_eq!(store.get_record(path).unwrap(), Some(later(kind)), "{path}");
+        }
+        // One that is damaged is made again.
+        store.put_record(HEARD, b"rot").unwrap();
+        store.note_revision(MapId([1; 16]), 9).unwrap();
+        assert_eq!(store.revision(), 9);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::sled_kv::{Opened, SledKv};
 use super::small::if_found;
 use super::stored_file::StoredFile;
 use crate::format::FormatError;
-use crate::format::envelope::{RecordKind, open_record, seal_record};
+use crate::format::envelope::{RecordKind, open_envelope, open_record, seal_record};
 use crate::format::file::FileKey;
 use crate::format::records::{Heard, SeenEpoch};
 use crate::id::{ClusterId, NodeId, PeerName, ShardId, StripeId};
@@ -150,6 +150,8 @@ impl Store {
             self.disk().remove(&format!("{TMP}/{}", left.name))?;
         }
         if fresh {
+            // Before the folder is anybody's: a new node knows of no save, whatever its name was told before.
+            self.note_behind()?;
             self.put_sealed(IDENTITY, RecordKind::NodeIdentity, ours)?;
         }
         Ok(())
@@ -171,8 +173,14 @@ impl Store {
         kind: RecordKind,
         body: &T,
     ) -> Result<(), StoreError> {
-        let bytes = seal_record(kind, 1, body)
-            .map_err(|source| StoreError::Format { path: path.to_owned(), source })?;
+        let format = |source| StoreError::Format { path: path.to_owned(), source };
+        // What a later release wrote stays: it knows more than this one can say.
+        if let Ok(Some(found)) = self.get_record(path)
+            && let Err(source @ FormatError::Version { .. }) = open_envelope(kind, 1..=1, &found)
+        {
+            return Err(format(source));
+        }
+        let bytes = seal_record(kind, 1, body).map_err(format)?;
         self.put_record(path, &bytes).map(drop)
     }
 

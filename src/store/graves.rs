@@ -3,6 +3,7 @@
 //! A save that is here was removed, for ever: no call takes an id out again. One small sealed record holds the ids that begin with the
 //! same byte (ids are random, so all records grow alike) and is replaced whole: after a crash the old or the new one is there.
 
+use std::collections::BTreeSet;
 use std::sync::PoisonError;
 
 use serde::{Deserialize, Serialize};
@@ -41,6 +42,51 @@ impl Store {
         // Also where it is there: an earlier call may have failed between its rename and its sync.
         self.put_sealed(&path, RecordKind::Graves, &graves)?;
         Ok(true)
+    }
+
+    /// [`Store::entomb`] for many saves; each record of graves is written at most once. An error when there is no room for one of them.
+    pub fn entomb_all(&self, saves: impl IntoIterator<Item = SaveId>) -> Result<(), StoreError> {
+        let saves: BTreeSet<SaveId> = saves.into_iter().collect();
+        let saves: Vec<SaveId> = saves.into_iter().collect();
+        for ours in saves.chunk_by(|a, b| a.0[0] == b.0[0]) {
+            let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
+            let path = path_of(ours[0]);
+            let mut graves: Graves =
+                self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
+            let is_known = |save: &SaveId| graves.saves.binary_search(save).is_ok();
+            let missing: Vec<SaveId> =
+                ours.iter().filter(|save| !is_known(save)).copied().collect();
+            if missing.is_empty() {
+                continue;
+            }
+            if graves.saves.len() + missing.len() > MAX_GRAVES {
+                return Err(StoreError::GravesFull { path });
+            }
+            graves.saves.extend(missing);
+            graves.saves.sort_unstable();
+            self.put_sealed(&path, RecordKind::Graves, &graves)?;
+        }
+        Ok(())
+    }
+
+    /// At most `limit` of the saves that were removed and swept here, in order, from behind `after`.
+    pub fn list_graves(
+        &self,
+        after: Option<SaveId>,
+        limit: usize,
+    ) -> Result<Vec<SaveId>, StoreError> {
+        let mut saves = Vec::new();
+        for first in after.map_or(0, |after| after.0[0])..=u8::MAX {
+            let path = path_of(SaveId([first; 12]));
+            let graves: Option<Graves> = self.get_sealed(&path, RecordKind::Graves)?;
+            let behind = graves.unwrap_or_default().saves.into_iter();
+            saves.extend(behind.filter(|save| after.is_none_or(|after| *save > after)));
+            if saves.len() >= limit {
+                saves.truncate(limit);
+                break;
+            }
+        }
+        Ok(saves)
     }
 
     /// Whether the save was removed and swept here. Graves that do not parse are an error: any save could be among them.
@@ -99,6 +145,28 @@ mod tests {
             assert!(store.is_entombed(save(1, 1)).unwrap(), "operation {failing}");
             assert!(second.is_err() || store.is_entombed(save(1, 2)).unwrap());
         }
+    }
+
+    #[test]
+    fn many_are_entombed_at_once_and_listed_by_pages() {
+        let disk = MemoryDisk::new(1 << 20);
+        let store = open(&disk);
+        let all: Vec<SaveId> =
+            (0..=255).flat_map(|first| [save(first, 2), save(first, 9)]).collect();
+        store.entomb(all[9]).unwrap();
+        store.entomb_all(all.iter().rev().copied().chain([all[3]])).unwrap();
+        store.entomb_all([]).unwrap();
+        drop(store);
+        let store = open(&disk.crash());
+        let (mut found, mut after) = (Vec::new(), None);
+        loop {
+            let page = store.list_graves(after, 7).unwrap();
+            let Some(last) = page.last() else { break };
+            after = Some(*last);
+            found.extend(page);
+        }
+        assert_eq!(found, all);
+        assert!(all.iter().all(|save| store.is_entombed(*save).unwrap()));
     }
 
     #[test]

@@ -181,6 +181,12 @@ pub enum StoreError {
         /// The epoch.
         epoch: Epoch,
     },
+    /// A record of graves has no room for more.
+    #[error("{path} is full: it takes no more removed saves")]
+    GravesFull {
+        /// Where it lies.
+        path: String,
+    },
     /// Not a name for a small record.
     #[error("{name:?} is not a record name: 1 to 80 of a-z 0-9 -")]
     Name {
@@ -212,6 +218,7 @@ impl StoreError {
             Self::Misuse { .. }
             | Self::Name { .. }
             | Self::TooLong { .. }
+            | Self::GravesFull { .. }
             | Self::FarEpoch { .. } => Kind::Invalid,
         }
     }

@@ -8,7 +8,7 @@ use super::calls::*;
 use super::order::HopWork;
 use crate::code::CodeId;
 use crate::format::file::FileName;
-use crate::format::records::{Node, Saved, ShardRoot, ShardState};
+use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
 use crate::id::{
     Attempt, ClusterId, Epoch, Generation, Job, LeaseId, MapId, PeerName, SaveId, ShardId, Step,
     StripeId,
@@ -31,6 +31,19 @@ pub struct HelloAnswer {
     pub catalogue: Option<NodeAddress>,
     /// Version of its software.
     pub version: String,
+}
+
+/// Answer to [`GetStanding`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StandingAnswer {
+    /// Whether it has caught up.
+    pub standing: Standing,
+    /// The highest epoch it knows.
+    pub epoch: Epoch,
+    /// The last change of that epoch's map that it has heard of.
+    pub revision: u64,
+    /// The storage nodes that were registered then.
+    pub listed: Vec<PeerName>,
 }
 
 /// Answer to [`Rebuild`].

@@ -351,6 +351,20 @@ calls! {
         /// Who serves it.
         home: NodeAddress,
     } -> ();
+    /// What this node knows of the saves that are committed and of those that were removed (semantics 2).
+    67 Nodes GetStanding {} -> StandingAnswer;
+    /// Removed saves that this node knows of, in order, by pages.
+    68 Nodes ListGraves {
+        /// Where the page begins: behind this save.
+        after: Option<SaveId>,
+    } -> Vec<SaveId>;
+    /// Has this node catch up, now; the answer comes when it has.
+    69 Nodes CatchUp {
+        /// A node that is about to leave: it is not asked, and does not count.
+        without: Option<PeerName>,
+    } -> ();
+    /// Saves of which this node has commit marks that do not parse, and none that does.
+    70 Nodes ListDamagedMarks {} -> Vec<SaveId>;
     /// Adds a place to a stripe record after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

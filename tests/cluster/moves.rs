@@ -49,7 +49,9 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     world.kill(6).await;
     client.remove(&job(), Step(4)).await.unwrap();
     let listed = client.list(None).await.unwrap();
-    let keys = |world: &World| ["n/", "c/", "s/", "t/"].map(|prefix| world.catalogue_keys(prefix));
+    let keys = |world: &World| {
+        ["n/", "c/", "s/", "t/", "nothing"].map(|prefix| world.catalogue_keys(prefix))
+    };
     let before = keys(&world);
 
     let moved = move_to(&client, 3).await.unwrap();

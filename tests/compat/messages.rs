@@ -1,6 +1,7 @@
 //! One value of every request, answer and other message, all variants of its enumerations included.
 
 use rapidraid::format::file::FileName;
+use rapidraid::format::records::Standing;
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Generation, NodeId, Step};
 use rapidraid::kind::Kind;
@@ -342,6 +343,11 @@ fn marked() -> MarkedAnswer {
     MarkedAnswer { saves, next: Some(stripe().shard) }
 }
 
+fn standing() -> StandingAnswer {
+    let listed = vec!["node-1".parse().unwrap()];
+    StandingAnswer { standing: Standing::CaughtUp, epoch: GENERATION.epoch, revision: 300, listed }
+}
+
 fn rebuilt() -> RebuildAnswer {
     RebuildAnswer {
         epoch: GENERATION.epoch,
@@ -378,6 +384,10 @@ fn orders(calls: &mut Calls) {
         .both(Buried { saves: vec![SAVE] }, vec![SAVE])
         .both(HoldStill {}, MAP_SUM)
         .both(HandOver { copied: MAP_SUM, epoch: generation.epoch, map: MAP, home: address() }, ())
+        .both(GetStanding {}, standing())
+        .both(ListGraves { after: Some(SAVE) }, vec![SAVE])
+        .both(CatchUp { without: Some("node-2".parse().unwrap()) }, ())
+        .both(ListDamagedMarks {}, vec![SAVE])
         .both(Marked { after: Some(stripe.shard) }, marked())
         .request(", all", Marked { after: None })
         .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())

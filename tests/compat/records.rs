@@ -209,6 +209,7 @@ fn folder_record(name: &str, path: &'static str) -> Case {
     store.claim_epoch(SEEN, MAP, home.clone()).unwrap();
     store.note_revision(MAP, REVISION).unwrap();
     assert!(store.entomb(SAVE).unwrap());
+    store.note_caught_up(SEEN, REVISION).unwrap();
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
@@ -220,6 +221,16 @@ fn folder_record(name: &str, path: &'static str) -> Case {
         let store = open(&disk)?;
         match path {
             "epoch" => Ok(store.epoch() == SEEN),
+            "catch-up" => match {
+                // A new folder begins with a record of its own.
+                disk.remove(path).unwrap();
+                disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
+                store.caught_up_as()
+            } {
+                // One that does not open says that the node is behind.
+                None => Err(Kind::Corrupt),
+                Some(revision) => Ok(revision == REVISION),
+            },
             "heard" => {
                 store.claim_epoch(SEEN, MAP, home).unwrap();
                 // One that does not open is none.
@@ -318,6 +329,7 @@ pub fn cases() -> Vec<Case> {
         record("checkpoint, retired", retired),
         folder_record("graves", GRAVES),
         folder_record("heard revision", "heard"),
+        folder_record("catch-up", "catch-up"),
         record("save's head", head()),
         record("staging folder", staging_folder()),
         record("segment owner", segment_owner()),

@@ -130,7 +130,7 @@ fn use_stripe(record: StripeRecord) -> Result<(), String> {
 pub fn records() -> Target {
     // Those of the data folder, of kinds that have no type of their own, are opened with the folder.
     let corpus: Vec<Vec<u8>> =
-        golden().into_iter().filter(|bytes| ![9, 12, 17, 18].contains(&bytes[4])).collect();
+        golden().into_iter().filter(|bytes| ![9, 12, 17, 18, 24].contains(&bytes[4])).collect();
     let whole: BTreeSet<Vec<u8>> = corpus.iter().cloned().collect();
     let check = move |bytes: &[u8]| match parsed(bytes)? {
         Seen { accepted: true, .. } if !whole.contains(bytes) => {
@@ -144,7 +144,7 @@ pub fn records() -> Target {
 /// Kind and body, which is sealed as if its writer had meant it.
 pub fn record_bodies() -> Target {
     let mut corpus: Vec<Vec<u8>> =
-        bodies().into_iter().filter(|bytes| ![9, 12, 17, 18].contains(&bytes[0])).collect();
+        bodies().into_iter().filter(|bytes| ![9, 12, 17, 18, 24].contains(&bytes[0])).collect();
     // One place more or less is more than one change of a byte.
     let record = golden().iter().find_map(|bytes| StripeRecord::parse(bytes).ok()).unwrap();
     for places in 3..7 {
@@ -166,10 +166,11 @@ pub fn record_bodies() -> Target {
 }
 
 /// What the first byte of an input puts into the data folder before it is opened.
-const PLACES: [&str; 6] = ["node.id", "epoch", "members", "graves/5a", "heard", "index"];
+const PLACES: [&str; 7] =
+    ["node.id", "epoch", "members", "graves/5a", "heard", "catch-up", "index"];
 /// In the first byte: the body is sealed as kind [`KINDS`] first.
 const SEAL: u8 = 0x80;
-const KINDS: [u8; 6] = [9, 12, 16, 17, 18, 0];
+const KINDS: [u8; 7] = [9, 12, 16, 17, 18, 24, 0];
 
 fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
@@ -185,6 +186,7 @@ fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let lock = disk.lock(LOCK_FILE)?;
     let (store, _) = Store::open(disk, lock, kv, ClusterId([0xc1; 16]), &name)?;
     let _ = (store.epoch(), store.home(), store.map(), store.totals());
+    let _ = (store.standing(), store.caught_up_as());
     store.members()?;
     if store.entomb(SAVE)? && !store.is_entombed(SAVE)? {
         return Err(StoreError::NoIdentity);

@@ -99,6 +99,10 @@ const CALLS: &[Laws] = laws![
     Marked,
     HoldStill,
     HandOver,
+    GetStanding,
+    ListGraves,
+    CatchUp,
+    ListDamagedMarks,
     PutPlaces,
 ];
 

@@ -25,6 +25,7 @@ use power::{Host, Leaves, Power, PoweredKv};
 use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
 use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::format::records::Standing;
 use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
@@ -48,6 +49,19 @@ pub struct Machine {
     pub catalogue: Arc<MapSlot>,
     pub power: Arc<Power>,
     pub time: Arc<MachineTime>,
+}
+
+impl Machine {
+    fn new(index: usize) -> Self {
+        Self {
+            name: format!("node{index:02}").parse().unwrap(),
+            disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
+            index: Arc::new(MemoryKv::new()),
+            catalogue: Arc::default(),
+            power: Arc::default(),
+            time: Arc::default(),
+        }
+    }
 }
 
 /// Where a machine keeps its catalogue's map.
@@ -178,14 +192,7 @@ impl World {
     }
 
     fn assemble(count: usize, codes: &[(u8, u8)], block_bytes: u64, memory_bytes: u64) -> Self {
-        let machines = (0..=count).map(|index| Machine {
-            name: format!("node{index:02}").parse().unwrap(),
-            disk: Arc::new(MemoryDisk::new(DISK_BYTES)),
-            index: Arc::new(MemoryKv::new()),
-            catalogue: Arc::default(),
-            power: Arc::default(),
-            time: Arc::default(),
-        });
+        let machines = (0..=count).map(Machine::new);
         Self {
             network: MemoryNetwork::new(),
             machines: machines.collect(),
@@ -213,6 +220,7 @@ impl World {
             self.boot(index);
         }
         self.until_live(self.machines.len() - 1).await;
+        self.until_caught_up().await;
     }
 
     /// Starts the daemon of machine `index` on what its disk holds.
@@ -312,6 +320,14 @@ impl World {
         machine.catalogue.set(None);
     }
 
+    /// Adds `count` empty machines, and boots them.
+    pub fn grow(&mut self, count: usize) {
+        for index in self.machines.len()..self.machines.len() + count {
+            self.machines.push(Machine::new(index));
+            self.boot(index);
+        }
+    }
+
     /// Cuts the power of machine `index`: its process is gone in the same moment.
     pub fn cut_power(&self, index: usize) {
         self.machines[index].power.turn(false);
@@ -338,6 +354,15 @@ impl World {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         panic!("the nodes did not become live");
+    }
+
+    /// All storage nodes that run know what is committed and what was removed.
+    pub async fn until_caught_up(&self) {
+        let all = || {
+            let stores = self.nodes.iter().filter(|(index, _)| **index != 0);
+            stores.into_iter().all(|(_, node)| node.store().standing() == Standing::CaughtUp)
+        };
+        self.until("all nodes caught up", all).await;
     }
 
     pub fn client(&self) -> Client {

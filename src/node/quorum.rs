@@ -1,0 +1,267 @@
+//! Whether the nodes that were heard are enough to know what is committed, and what was removed (docs/semantics.md, 2).
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::Node;
+use super::census::node_address;
+use super::hosting::tolerated;
+use crate::format::records::{Node as NodeRecord, Standing};
+use crate::id::PeerName;
+use crate::kind::Kind;
+use crate::net::call::CallError;
+use crate::wire::Failure;
+use crate::wire::calls::{GetStanding, StandingAnswer};
+
+/// Nodes asked at once.
+const AT_ONCE: usize = 32;
+
+/// More than half of `nodes`.
+pub(super) fn majority(nodes: usize) -> usize {
+    nodes / 2 + 1
+}
+
+/// The storage nodes of a cluster, and what each that answered says of itself.
+#[derive(Debug)]
+pub(super) struct Quorum {
+    storage: Vec<PeerName>,
+    standings: BTreeMap<PeerName, Standing>,
+    /// The older bound: so many nodes may be missing while too few have caught up.
+    may_miss: usize,
+}
+
+/// Too few nodes were heard.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct TooFew {
+    storage: usize,
+    may_miss: usize,
+    caught_up: usize,
+    silent: Vec<PeerName>,
+    behind: Vec<PeerName>,
+}
+
+impl Quorum {
+    /// `members` are all nodes that are known; `answers` come from storage nodes among them. A node that is not on the list of whoever has
+    /// heard of the latest revision was taken off it, and knows what it knew then.
+    pub(super) fn new(members: &[NodeRecord], answers: &[(NodeRecord, StandingAnswer)]) -> Self {
+        Self::of(members, answers, |name| is_on_latest_list(answers, name))
+    }
+
+    /// The same, where `nodes` are those that the catalogue lists.
+    pub(super) fn of_list(nodes: &[NodeRecord], answers: &[(NodeRecord, StandingAnswer)]) -> Self {
+        Self::of(nodes, answers, |_| true)
+    }
+
+    fn of(
+        members: &[NodeRecord],
+        answers: &[(NodeRecord, StandingAnswer)],
+        is_listed: impl Fn(&PeerName) -> bool,
+    ) -> Self {
+        let standing = |(node, answer): &(NodeRecord, StandingAnswer)| {
+            let standing = match answer.standing {
+                Standing::CaughtUp if !is_listed(&node.name) => Standing::Behind,
+                standing => standing,
+            };
+            (node.name.clone(), standing)
+        };
+        let storage = members.iter().filter(|node| node.storage);
+        Self {
+            storage: storage.map(|node| node.name.clone()).collect(),
+            standings: answers.iter().map(standing).collect(),
+            may_miss: 0,
+        }
+    }
+
+    /// The older bound, for the configured codes and those that were found.
+    pub(super) fn bound(&mut self, codes: impl IntoIterator<Item = (u8, u8)>) {
+        self.may_miss = tolerated(codes);
+    }
+
+    /// No storage node is known.
+    pub(super) fn is_empty(&self) -> bool {
+        self.storage.is_empty()
+    }
+
+    /// Refuses when a committed save, or a removal, could be known to none of the nodes that were `heard`.
+    pub(super) fn check(&self, heard: impl Fn(&PeerName) -> bool) -> Result<(), TooFew> {
+        let standing = |name: &PeerName| self.standings.get(name).filter(|_| heard(name)).copied();
+        let mut too_few = TooFew {
+            storage: self.storage.len(),
+            may_miss: self.may_miss,
+            caught_up: 0,
+            silent: Vec::new(),
+            behind: Vec::new(),
+        };
+        for name in &self.storage {
+            match standing(name) {
+                Some(Standing::CaughtUp) => too_few.caught_up += 1,
+                Some(Standing::Unknown) => {}
+                Some(Standing::Behind) => too_few.behind.push(name.clone()),
+                None => too_few.silent.push(name.clone()),
+            }
+        }
+        let missing = too_few.silent.len() + too_few.behind.len();
+        match too_few.caught_up >= majority(self.storage.len()) || missing <= self.may_miss {
+            true => Ok(()),
+            false => Err(too_few),
+        }
+    }
+}
+
+/// Whether a storage node is on the list of whoever has heard of the latest revision of the catalogue. Where nobody has a list, all are.
+pub(super) fn is_on_latest_list(answers: &[(NodeRecord, StandingAnswer)], name: &PeerName) -> bool {
+    let lists = answers.iter().map(|(_, answer)| answer);
+    let lists = lists.filter(|answer| !answer.listed.is_empty());
+    let latest = lists.max_by_key(|answer| (answer.epoch, answer.revision));
+    latest.is_none_or(|latest| latest.listed.contains(name))
+}
+
+impl fmt::Display for TooFew {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { storage, may_miss, caught_up, silent, behind } = self;
+        let missing = silent.len() + behind.len();
+        if storage - missing > *caught_up {
+            // Folders from before nodes noted that they have caught up.
+            write!(
+                f,
+                "{missing} of {storage} storage nodes are missing, at most {may_miss} may be"
+            )?;
+        } else {
+            let needed = majority(*storage);
+            write!(
+                f,
+                "{caught_up} of {storage} storage nodes know what is committed, {needed} are needed"
+            )?;
+        }
+        let names =
+            |nodes: &[PeerName]| nodes.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", ");
+        if !silent.is_empty() {
+            write!(f, ": start {}", names(silent))?;
+        }
+        if !behind.is_empty() {
+            let joint = if silent.is_empty() { ":" } else { ";" };
+            let them = names(behind);
+            write!(f, "{joint} behind, until a catalogue is there to catch up with: {them}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Node {
+    /// What this node knows of the saves that are committed and removed.
+    pub(super) async fn standing(&self) -> Result<StandingAnswer, Failure> {
+        self.on_store(|store| {
+            // The list was noted before the revision: it is at least as new as this says.
+            let (epoch, revision) = (store.epoch(), store.revision());
+            let nodes = store.members().unwrap_or_default().nodes;
+            let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
+            let (standing, listed) = (store.standing(), listed.collect());
+            Ok::<_, Failure>(StandingAnswer { standing, epoch, revision, listed })
+        })
+        .await
+    }
+
+    /// Asks `nodes` for their standing; answers with those that say it.
+    pub(super) async fn standings(
+        &self,
+        nodes: &[NodeRecord],
+    ) -> Vec<(NodeRecord, StandingAnswer)> {
+        let asks: Vec<_> = nodes
+            .iter()
+            .map(|node| async move {
+                match self.caller.call(&node_address(node), &GetStanding {}).await {
+                    Ok(answer) => Some((node.clone(), answer)),
+                    Err(error) if is_older(&error) => Some((node.clone(), older())),
+                    Err(error) => {
+                        tracing::info!(node = %node.name, %error, "its standing is not known");
+                        None
+                    }
+                }
+            })
+            .collect();
+        let answers = stream::iter(asks).buffered(AT_ONCE);
+        answers.filter_map(|answer| async move { answer }).collect().await
+    }
+}
+
+/// Whether a call failed because the other program is from before it.
+pub(super) fn is_older(error: &CallError) -> bool {
+    matches!(error, CallError::Failed(failure) if failure.kind == Kind::Invalid)
+}
+
+/// What a node of an older program knows is not known; nor whom it lists.
+fn older() -> StandingAnswer {
+    let (epoch, revision) = Default::default();
+    StandingAnswer { standing: Standing::Unknown, epoch, revision, listed: Vec::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::Epoch;
+
+    fn node(index: usize) -> NodeRecord {
+        NodeRecord {
+            name: format!("n{index}").parse().unwrap(),
+            address: format!("n{index}:1"),
+            zone: String::new(),
+            rack: String::new(),
+            storage: true,
+        }
+    }
+
+    fn says(standing: Standing, revision: u64, listed: std::ops::Range<usize>) -> StandingAnswer {
+        let listed = listed.map(|index| node(index).name).collect();
+        StandingAnswer { standing, epoch: Epoch(1), revision, listed }
+    }
+
+    #[test]
+    fn more_than_half_that_have_caught_up_are_enough_and_half_are_not() {
+        for all in 1..=9 {
+            let members: Vec<_> = (0..all).map(node).collect();
+            let answers: Vec<_> = members
+                .iter()
+                .map(|node| (node.clone(), says(Standing::CaughtUp, 5, 0..all)))
+                .collect();
+            for heard in 0..=all {
+                let quorum = Quorum::new(&members, &answers[..heard]);
+                assert_eq!(quorum.check(|_| true).is_ok(), heard * 2 > all, "{heard} of {all}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_node_that_is_behind_or_was_taken_off_the_list_counts_as_missing() {
+        let members: Vec<_> = (0..5).map(node).collect();
+        let caught_up = |index| (node(index), says(Standing::CaughtUp, 5, 0..5));
+        let mut answers = vec![caught_up(0), caught_up(1), caught_up(2)];
+        assert_eq!(Quorum::new(&members, &answers).check(|_| true), Ok(()));
+        answers[2].1.standing = Standing::Behind;
+        let refused = Quorum::new(&members, &answers).check(|_| true).unwrap_err().to_string();
+        assert!(refused.contains("2 of 5") && refused.contains("start n3, n4"), "{refused}");
+        assert!(refused.contains("behind") && refused.ends_with("n2"), "{refused}");
+        // Who has heard of a later revision does not have n2 on its list.
+        answers[2] = caught_up(2);
+        answers[0].1 = says(Standing::CaughtUp, 6, 0..2);
+        assert!(Quorum::new(&members, &answers).check(|_| true).is_err());
+    }
+
+    #[test]
+    fn older_folders_go_by_the_older_bound_in_which_one_behind_is_missing() {
+        let members: Vec<_> = (0..6).map(node).collect();
+        let mut answers: Vec<_> =
+            (0..5).map(|index| (node(index), says(Standing::Unknown, 5, 0..6))).collect();
+        let check = |answers: &[_]| {
+            let mut quorum = Quorum::new(&members, answers);
+            quorum.bound([(6, 4), (4, 2)]);
+            quorum.check(|_| true).map_err(|too_few| too_few.to_string())
+        };
+        assert_eq!(check(&answers), Ok(()));
+        answers[0].1.standing = Standing::Behind;
+        let refused = check(&answers).unwrap_err();
+        assert!(refused.contains("at most 1 may be"), "{refused}");
+    }
+}

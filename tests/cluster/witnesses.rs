@@ -1,0 +1,299 @@
+//! With the catalogue and n-k nodes gone, readers find every committed step, or refuse: never an older or a removed step
+//! (docs/semantics.md, 2, *Who knows of a save*).
+
+use std::time::Duration;
+
+use rapidraid::client::Client;
+use rapidraid::id::Step;
+use rapidraid::kind::Kind;
+use rapidraid::store::{Disk, Scope};
+use rapidraid::wire::calls::PlanChoice;
+
+use crate::world::{World, address, content, job, options, read_file, restore, save};
+
+const BLOCK: u64 = 64 << 10;
+const LEN: usize = 70_000;
+const NODES: usize = 16;
+
+/// The sets of five of sixteen nodes with the first among them. A quick run takes one in `every`.
+fn sets(every: usize) -> Vec<Vec<usize>> {
+    let sets = (0u32..1 << NODES).filter(|set| set & 1 == 1 && set.count_ones() == 5);
+    let members = |set: u32| (1..=NODES).filter(|node| set >> (node - 1) & 1 == 1).collect();
+    sets.map(members).step_by(every).collect()
+}
+
+/// All of them with `RAPIDRAID_SETS=1`, one in 13 otherwise.
+fn drawn() -> Vec<Vec<usize>> {
+    let every = std::env::var("RAPIDRAID_SETS").map_or(13, |text| text.parse().unwrap());
+    sets(every)
+}
+
+impl World {
+    /// The daemon of a node outside `gone`, started anew, and its client; neither reaches those of `gone`.
+    async fn reader_without(&mut self, gone: &[usize]) -> (usize, Client, String) {
+        let asked = (1..=NODES).rev().find(|node| !gone.contains(node)).unwrap();
+        self.kill(asked).await;
+        let (client, number) = self.connect(vec![address(asked)]);
+        let own = format!("client{number}:0");
+        for node in gone {
+            self.network.partition(&address(asked), &address(*node));
+            self.network.partition(&own, &address(*node));
+        }
+        self.boot(asked);
+        (asked, client, own)
+    }
+
+    fn reach_again(&self, asked: usize, own: &str, gone: &[usize]) {
+        for node in gone {
+            self.network.heal(&address(asked), &address(*node));
+            self.network.heal(own, &address(*node));
+        }
+    }
+}
+
+async fn archived(world: &World, step: u64) {
+    let client = world.client();
+    save(&client, step, &[("weights", &content(LEN, step))]).await;
+    client
+        .archive(&job(), Some(Step(step)), options(PlanChoice::Chain), &mut |_| ())
+        .await
+        .unwrap();
+}
+
+async fn sixteen() -> World {
+    let world = World::start(NODES, &[(16, 11), (12, 8), (6, 4)], BLOCK).await;
+    world
+}
+
+/// Nodes with a good mark of the step's save.
+fn marked(world: &World, shard: rapidraid::id::ShardId) -> Vec<usize> {
+    let has = |index: &usize| {
+        let store = world.nodes[index].store();
+        store.get_small(Scope::Shard(shard), "commit").unwrap().is_some()
+    };
+    (1..=NODES).filter(has).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn any_five_of_sixteen_may_be_gone_with_the_catalogue() {
+    let mut world = sixteen().await;
+    archived(&world, 1).await;
+    world.kill(0).await;
+    for gone in drawn() {
+        let (asked, client, own) = world.reader_without(&gone).await;
+        let (out, report) = restore(&client, 1).await.unwrap_or_else(|e| panic!("{gone:?}: {e}"));
+        assert!(read_file(&*out, "weights") == content(LEN, 1), "{gone:?}");
+        assert!(report.incidents.iter().any(|line| line.contains("commit marks")), "{report:?}");
+        world.reach_again(asked, &own, &gone);
+    }
+}
+
+/// The newest step lies on twelve nodes, and its marks on as few as the rule allows.
+#[tokio::test(start_paused = true)]
+async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
+    let mut world = sixteen().await;
+    archived(&world, 1).await;
+    // Four nodes are away while the next step is saved, by a smaller code.
+    for index in 1..=4 {
+        world.kill(index).await;
+    }
+    tokio::time::sleep(2 * world.lease).await;
+    save(&world.client(), 2, &[("weights", &content(LEN, 2))]).await;
+    let shown = world.client().show(&job(), Some(Step(2))).await.unwrap();
+    let root = shown.shards[0].0.clone();
+    assert_eq!((root.n, root.k), (12, 8));
+    let with_mark = marked_live(&world, root.shard);
+    // As if three of them had not answered: nine are more than half of sixteen.
+    for index in with_mark.iter().skip(9) {
+        world.nodes[index].store().remove_small(Scope::Shard(root.shard), "commit").unwrap();
+    }
+    world.kill(0).await;
+    for index in 1..=4 {
+        world.boot(index);
+    }
+    assert!(marked(&world, root.shard).len() == 9);
+    let mut refused = 0;
+    for gone in drawn() {
+        let (asked, client, own) = world.reader_without(&gone).await;
+        let latest = client.show(&job(), None).await;
+        match latest {
+            Ok(found) => assert_eq!(found.step.step, Step(2), "{gone:?}"),
+            Err(error) => {
+                assert_eq!(error.kind(), Kind::Unavailable, "{gone:?}: {error}");
+                refused += 1;
+            }
+        }
+        world.reach_again(asked, &own, &gone);
+    }
+    assert_eq!(refused, 0);
+}
+
+fn marked_live(world: &World, shard: rapidraid::id::ShardId) -> Vec<usize> {
+    let live = world.nodes.iter().filter(|(index, _)| **index != 0);
+    let has = live.filter(|(_, node)| {
+        node.store().get_small(Scope::Shard(shard), "commit").unwrap().is_some()
+    });
+    has.map(|(index, _)| *index).collect()
+}
+
+/// The removal of the newest step has reached as few nodes as the rule allows, and their files are gone.
+#[tokio::test(start_paused = true)]
+async fn a_removed_step_never_comes_back() {
+    let mut world = sixteen().await;
+    for step in [1, 2] {
+        archived(&world, step).await;
+    }
+    // Seven nodes are away: nine are more than half.
+    for index in 10..=16 {
+        world.kill(index).await;
+    }
+    world.client().remove(&job(), Step(2)).await.unwrap();
+    world.kill(0).await;
+    for index in 10..=16 {
+        world.boot(index);
+    }
+    for gone in drawn() {
+        let (asked, client, own) = world.reader_without(&gone).await;
+        let latest = client.show(&job(), None).await.unwrap_or_else(|e| panic!("{gone:?}: {e}"));
+        assert_eq!(latest.step.step, Step(1), "{gone:?}");
+        world.reach_again(asked, &own, &gone);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
+    let mut world = World::start(6, &[(5, 3), (4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    world.kill(6).await;
+    tokio::time::sleep(2 * world.lease).await;
+    save(&client, 3, &[("weights", &content(LEN, 3))]).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    // With half of them nothing is removed, and what is decided becomes visible later.
+    world.boot(6);
+    world.until_live(6).await;
+    world.until_caught_up().await;
+    world.grow(10);
+    world.until_live(16).await;
+    world.until_caught_up().await;
+    // Those that were there when the steps were saved are gone, apart from two that can be read from.
+    world.kill(0).await;
+    for index in [1, 2] {
+        world.kill(index).await;
+    }
+    let client = world.client_of(12);
+    let steps: Vec<Step> =
+        client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
+    assert_eq!(steps, [Step(2), Step(3)]);
+    for index in 3..=6 {
+        world.kill(index).await;
+    }
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    // Nobody who held the steps is left: the newcomers know all the same what is committed.
+    let steps: Vec<Step> =
+        client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
+    assert_eq!(steps, [Step(2), Step(3)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
+    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    client.remove(&job(), Step(2)).await.unwrap();
+    world.kill(0).await;
+    world.kill(5).await;
+    world.replace(5);
+    world.boot(5);
+    let client = world.client_of(1);
+    assert_eq!(client.list(None).await.unwrap().len(), 1);
+    world.kill(4).await;
+    world.kill(3).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let refused = client.list(None).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unavailable);
+    let text = refused.to_string();
+    assert!(text.contains("2 of 5") && text.contains("start node03, node04"), "{text}");
+    assert!(text.contains("behind") && text.contains("node05"), "{text}");
+    // With the catalogue it catches up, and counts: of the removed step it knows as well.
+    world.boot(0);
+    for index in [3, 4] {
+        world.boot(index);
+    }
+    world.until_live(5).await;
+    world.until_caught_up().await;
+    for index in [0, 3, 4] {
+        world.kill(index).await;
+    }
+    let client = world.client_of(5);
+    let listed = client.list(None).await.unwrap();
+    assert_eq!(listed.iter().map(|view| view.step).collect::<Vec<_>>(), [Step(1)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_mark_that_does_not_parse_is_missing_for_its_save_and_written_again() {
+    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    let shard = world.client().show(&job(), None).await.unwrap().shards[0].0.shard;
+    world.kill(0).await;
+    let spoil = |world: &World, index: usize| {
+        let path = format!("shards/{shard}/commit");
+        let file = world.machines[index].disk.open(&path).unwrap();
+        file.write_at(b"?", 20).unwrap();
+    };
+    for index in 1..=3 {
+        spoil(&world, index);
+    }
+    // Two nodes have a good one.
+    assert_eq!(world.client_of(1).list(None).await.unwrap().len(), 1);
+    for index in [4, 5] {
+        spoil(&world, index);
+    }
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let refused = world.client_of(1).list(None).await.unwrap_err().to_string();
+    assert!(
+        refused.contains("does not parse") && refused.contains(&shard.save().to_string()),
+        "{refused}"
+    );
+    world.boot(0);
+    world.until_live(5).await;
+    let good = || (1..=5).all(|index| mark_parses(&world, index, shard));
+    world.until("marks written again", good).await;
+}
+
+fn mark_parses(world: &World, index: usize, shard: rapidraid::id::ShardId) -> bool {
+    use rapidraid::format::records::{CommitMark, Record};
+    let bytes = world.nodes[&index].store().get_small(Scope::Shard(shard), "commit").unwrap();
+    bytes.is_some_and(|bytes| CommitMark::parse(&bytes).is_ok())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_was_taken_off_the_list_catches_up_anew() {
+    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    world.kill(5).await;
+    tokio::time::sleep(8 * world.lease).await;
+    let name = world.machines[5].name.clone();
+    world.client().remove_node(&name).await.unwrap();
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    tokio::time::sleep(world.lease).await;
+    // Without a catalogue its note counts for nothing.
+    world.kill(0).await;
+    world.boot(5);
+    tokio::time::sleep(3 * world.lease).await;
+    for index in [1, 2, 3] {
+        world.kill(index).await;
+    }
+    let refused = world.client_of(5).list(None).await.unwrap_err().to_string();
+    assert!(refused.contains("behind") && refused.contains("node05"), "{refused}");
+    for index in 0..=3 {
+        world.boot(index);
+    }
+    world.until_live(5).await;
+    world.until_caught_up().await;
+    for index in 0..=2 {
+        world.kill(index).await;
+    }
+    assert_eq!(world.client_of(5).list(None).await.unwrap().len(), 1);
+}

@@ -65,7 +65,7 @@ async fn cluster() -> Cluster {
     let name = "bench".parse().unwrap();
     let identity = identity(&authority, Role::Client, &name);
     let client = Client::connect(&identity, vec![addresses[0].clone()]).await.unwrap();
-    while client.status().await.unwrap().nodes.iter().filter(|(view, _)| view.live).count() < NODES
+    while client.status().await.unwrap().nodes.iter().filter(|node| node.view.live).count() < NODES
     {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use machine::{Cluster, Daemon, bytes, free_ports, program, run, tree};
 use rustix::process::Signal;
+use serde_json::Value;
 
 /// A checkpoint with every awkward length: none, one byte, around a grain, around a stripe of (6,4) with blocks of 64 KiB.
 fn write_checkpoint(cluster: &Cluster) {
@@ -220,6 +221,69 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     assert!(cluster.read("moved/a.bin") == new);
     let status = cluster.run("status --json").ok().json();
     assert_eq!((&status["catalogue"], &status["epoch"]), (&"n1".into(), &3.into()), "{status}");
+}
+
+#[test]
+fn five_of_sixteen_are_gone_with_the_catalogue_and_then_half() {
+    let mut cluster = Cluster::start(16, &["memory=64MiB"]);
+    let data = bytes(1_000_000, 7);
+    cluster.write("a.bin", &data);
+    cluster.run("save gpt/1 a.bin").ok();
+    cluster.run("archive gpt/1").ok();
+    // The first ones: the catalogue, and those that a client would ask first.
+    for daemon in cluster.daemons.drain(..5) {
+        daemon.signal(Signal::KILL);
+        daemon.ended();
+    }
+    let restored = cluster.run("restore gpt/latest --out away").ok();
+    assert!(restored.out.contains("found by its commit marks"), "{restored:?}");
+    assert!(cluster.read("away/a.bin") == data);
+
+    for daemon in cluster.daemons.drain(..3) {
+        daemon.signal(Signal::KILL);
+        daemon.ended();
+    }
+    let needed = "8 of 16 storage nodes know what is committed, 9 are needed";
+    let refused = || cluster.run("show gpt/1");
+    cluster.until("the look at the nodes is over", |_| refused().code == 1);
+    refused().fails(1, &[needed, "n1", "n8"]);
+    let status = cluster.run("status").ok().out;
+    assert!(status.contains("8 of 16 nodes live"), "{status}");
+    assert!(status.contains("nothing can be saved, archived or removed now"), "{status}");
+    let json = cluster.run("status --json").ok().json();
+    let version = env!("CARGO_PKG_VERSION");
+    let of = |name: &str| {
+        let nodes = json["nodes"].as_array().unwrap();
+        nodes.iter().find(|node| node["name"] == name).unwrap().clone()
+    };
+    assert_eq!((&of("n1")["answers"], &of("n1")["version"]), (&false.into(), &Value::Null));
+    assert_eq!((&of("n9")["answers"], &of("n9")["version"]), (&true.into(), &version.into()));
+}
+
+#[test]
+fn a_home_that_hears_half_of_the_nodes_says_so() {
+    let mut cluster = Cluster::start(6, &["code.list=4,2", "timeouts.lease_s=2"]);
+    cluster.write("a.bin", &bytes(300_000, 7));
+    cluster.run("save gpt/1 a.bin").ok();
+    for daemon in cluster.daemons.drain(3..) {
+        daemon.signal(Signal::KILL);
+        daemon.ended();
+    }
+    let why = "its catalogue changes nothing: it hears 3 of 6 storage nodes, 4 are needed";
+    let status = || cluster.run("status").ok().out;
+    cluster.until("a catalogue that changes nothing", |_| status().contains(why));
+    // Nobody's lease lives on, and three daemons are there all the same.
+    std::thread::sleep(std::time::Duration::from_secs(4));
+    cluster.until("three that are up", |_| {
+        let status = status();
+        let up = status.contains("3 of 6 nodes live") && status.matches("DEAD").count() == 3;
+        up && status.contains(why)
+    });
+    cluster.until("show says so", |_| {
+        let shown = cluster.run("show gpt/1").out;
+        shown.contains("3 of 6 nodes answer") && shown.contains(why)
+    });
+    cluster.run("save gpt/2 a.bin").fails(1, &["no storage node has a lease", "status"]);
 }
 
 #[test]

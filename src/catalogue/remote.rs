@@ -43,6 +43,8 @@ pub struct RemoteCatalogue {
     me: Node,
     seeds: Vec<String>,
     home: Mutex<Option<(Epoch, NodeAddress)>>,
+    /// Where it was before it was forgotten.
+    previous: Mutex<Option<NodeAddress>>,
     /// The connection over which the home has said which map it serves: another process may answer on the next one.
     proven: Mutex<Option<Weak<dyn Connection>>>,
     /// Nodes to ask when no seed knows.
@@ -55,8 +57,8 @@ pub struct RemoteCatalogue {
 impl RemoteCatalogue {
     /// A catalogue that the daemons at `seeds` (HOST:PORT) know of; `me` asks.
     pub fn new(caller: Arc<Caller>, me: Node, seeds: Vec<String>) -> Self {
-        let (home, proven, known, epoch, expected) = Default::default();
-        Self { caller, me, seeds, home, proven, known, epoch, expected }
+        let (home, previous, proven, known, epoch, expected) = Default::default();
+        Self { caller, me, seeds, home, previous, proven, known, epoch, expected }
     }
 
     /// Where the catalogue was last found, unless that was before `epoch`.
@@ -104,7 +106,24 @@ impl RemoteCatalogue {
     }
 
     fn forget(&self) {
-        *self.home.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let home = self.home.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((_, home)) = home {
+            *self.previous.lock().unwrap_or_else(PoisonError::into_inner) = Some(home);
+        }
+    }
+
+    /// The home that was forgotten last, if it says that it serves the catalogue still: one that changes nothing refuses what changes, and
+    /// seeds that are gone are waited for.
+    async fn find_again(&self) -> Option<NodeAddress> {
+        let previous = self.previous.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        let hello = Hello { me: Some(self.me.clone()) };
+        let said = self.caller.call_within(&address(&previous), &hello, HELLO_LIMIT).await.ok()?;
+        let serves = said.catalogue.as_ref().is_some_and(|home| home.name == said.node);
+        if !serves || !self.is_believed(&said) {
+            return None;
+        }
+        self.believe(said.epoch, previous.clone());
+        Some(previous)
     }
 
     /// A connection to `home`, over which it has said that it serves the map that this node belongs to.
@@ -210,7 +229,17 @@ impl RemoteCatalogue {
                 self.caller.clock().sleep(wait).await;
                 wait *= 2;
             }
-            let home = match self.find().await {
+            // The first tries go to where it was; the others ask everybody for a later one.
+            let again = if attempt < 2 && self.home(Epoch::default()).is_none() {
+                self.find_again().await
+            } else {
+                None
+            };
+            let found = match again {
+                Some(home) => Ok(home),
+                None => self.find().await,
+            };
+            let home = match found {
                 Ok(home) => home,
                 Err(error) => {
                     *last = Some(error);

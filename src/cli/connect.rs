@@ -9,10 +9,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::args::Connect;
-use super::files;
 use super::printer::Failure;
 use super::words::Setting;
-use crate::client::{Client, ClientError};
+use super::{files, known_nodes};
+use crate::client::{Client, ClientError, listed};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{ClientConfig, ConfigError, MAX_FILE_BYTES, Membership, Sources};
 use crate::kind::Kind;
@@ -57,7 +57,12 @@ pub fn client_config(
             Ok(text) => {
                 let options = options(&connect.set);
                 let sources = Sources { file, text: &text, env, options: &options };
-                let config = ClientConfig::parse(sources).map_err(|e| config_failure(&e))?;
+                let mut config = ClientConfig::parse(sources).map_err(|e| config_failure(&e))?;
+                let seeds = &mut config.membership.seeds;
+                let known = known_nodes::read(file);
+                seeds.extend(
+                    known.into_iter().filter(|node| !seeds.contains(node)).collect::<Vec<_>>(),
+                );
                 return Ok((file.clone(), config));
             }
             Err(failure) if failure.kind == Kind::NotFound && at < last => {}
@@ -110,22 +115,23 @@ pub async fn client_beside(
     let identity = identity(&config.membership)?;
     let mut seeds: Vec<String> = config.membership.seeds.iter().map(ToString::to_string).collect();
     seeds.extend(others);
-    let tried = seeds.join(", ");
+    let tried = listed(&seeds);
     let hint = format!(
         "start the daemons (`rapidraid node --config ...`), or correct `seeds` in {}",
         file.display()
     );
     let connecting = Client::connect_by(&identity, seeds, config.congestion);
     match deadline(&*SystemClock::new(), CONNECT_LIMIT, connecting).await {
-        Ok(Ok(client)) => Ok(client),
+        Ok(Ok(client)) => {
+            known_nodes::learn(&client, &file).await;
+            Ok(client)
+        }
         Ok(Err(error)) if error.kind().is_transient() => {
-            let why = Failure::of(error.kind(), &error);
-            let message = format!("no node answers (seeds: {tried}): {}", why.message);
-            Err(Failure::new(error.kind(), message).with_hint(hint))
+            Err(Failure::of(error.kind(), &error).with_hint(hint))
         }
         Ok(Err(error)) => Err(failure(&error)),
         Err(elapsed) => {
-            let message = format!("no node answers: {elapsed} from the seeds {tried}");
+            let message = format!("no node answers: {elapsed} from {tried}");
             Err(Failure::new(Kind::Unavailable, message).with_hint(hint))
         }
     }

@@ -29,6 +29,8 @@ use crate::net::identity::{Authority, IdentityError};
 const CLIENT: &str = "client";
 /// Seeds in each configuration: enough that one may be down, few enough to read.
 pub(super) const SEEDS: usize = 3;
+/// The seeds of a client: all nodes, as far as a configuration takes them.
+const MAX_SEEDS: usize = 64;
 /// What `--set` may not set, because it differs from node to node or follows from `--node`.
 pub(super) const OWN: &[&str] = &[
     "cluster",
@@ -176,11 +178,11 @@ pub(super) fn write_member(dir: &Path, authority: &Authority, of: &Text) -> Resu
     files::write_new(file, text, PUBLIC)
 }
 
-/// The seeds of the node in place `skip`: the first few others, so that it does not ask itself.
-fn seeds(cluster: &NewCluster, skip: Option<usize>) -> String {
+/// The first `count` nodes, without the one in place `skip`, which does not ask itself.
+fn seeds(cluster: &NewCluster, skip: Option<usize>, count: usize) -> String {
     let others = cluster.nodes.iter().enumerate().filter(|(at, _)| Some(*at) != skip);
     let all: Vec<String> =
-        others.take(SEEDS).map(|(_, node)| quoted(node.address.as_str())).collect();
+        others.take(count).map(|(_, node)| quoted(node.address.as_str())).collect();
     format!("[{}]", all.join(", "))
 }
 
@@ -200,7 +202,7 @@ fn node_text(cluster: &NewCluster, at: usize, set: &[Setting]) -> String {
         line("zone", &quoted(zone.as_str()));
         line("rack", &quoted(rack.as_str()));
     }
-    line("seeds", &seeds(cluster, Some(at)));
+    line("seeds", &seeds(cluster, Some(at), SEEDS));
     let (top, sections): (Vec<&Setting>, Vec<&Setting>) =
         set.iter().partition(|setting| !setting.key.contains('.'));
     for setting in top {
@@ -231,7 +233,7 @@ fn client_text(cluster: &NewCluster, set: &[Setting]) -> String {
          cluster = {}\nname = {}\nseeds = {}\n",
         quoted(&cluster.cluster.to_string()),
         quoted(CLIENT),
-        seeds(cluster, None)
+        seeds(cluster, None, MAX_SEEDS)
     );
     let shared = set.iter().filter_map(|s| Some((s.key.strip_prefix("network.")?, toml_value(s))));
     for (at, (name, value)) in shared.enumerate() {
@@ -369,6 +371,8 @@ mod tests {
             assert_eq!(mode & 0o777, 0o600);
         }
         let text = files::read_text(&cluster.client_config(), 1 << 20).unwrap();
+        // Any of them may be all that is left.
+        assert!(cluster.nodes.iter().all(|node| text.contains(node.address.as_str())), "{text}");
         assert!(text.ends_with("\n[network]\ncongestion = \"bbr\"\n"), "{text}");
         let listens: Vec<String> = cluster.nodes.iter().map(|node| listen(&node.address)).collect();
         assert_eq!(listens, ["127.0.0.1:7001", "0.0.0.0:7002", "[::]:7003", "0.0.0.0:7004"]);

@@ -1,5 +1,7 @@
 //! `status`: the nodes, what they hold and what they use.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 
 use super::args::Status;
@@ -7,38 +9,36 @@ use super::printer::Answer;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::{Front, Outcome, connect, rules};
-use crate::client::StatusReport;
+use crate::client::{NodeReport, StatusReport};
 use crate::id::PeerName;
 use crate::units::ByteCount;
-use crate::wire::calls::{NodeStatusAnswer, NodeView};
 
 /// The command `status`.
 pub async fn run(front: &mut Front, options: Status) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.status()).await;
     connect::close(&client).await;
-    let mut report = report?;
-    report.nodes.sort_by(|a, b| a.0.node.name.cmp(&b.0.node.name));
-    Ok(Box::new(Nodes(report)))
+    Ok(Box::new(Nodes(report?)))
 }
 
 struct Nodes(StatusReport);
 
 /// Bytes of replicas and pieces on all nodes that answered.
 pub fn stored_bytes(report: &StatusReport) -> u64 {
-    let answers = report.nodes.iter().filter_map(|(_, answer)| answer.as_ref());
+    let answers = report.nodes.iter().filter_map(|node| node.held.as_ref());
     answers.fold(0, |sum, answer| {
         sum.saturating_add(answer.replicas.1).saturating_add(answer.pieces.1)
     })
 }
 
-fn node_json((view, answer): &(NodeView, Option<NodeStatusAnswer>)) -> Value {
-    let node = &view.node;
+fn node_json(report: &NodeReport) -> Value {
+    let NodeReport { view, hello, held } = report;
+    let (node, version) = (&view.node, hello.as_ref().map(|hello| &hello.version));
     let mut fields = json!({
         "name": node.name, "address": node.address, "zone": node.zone, "rack": node.rack,
-        "storage": node.storage, "live": view.live, "answers": answer.is_some(),
+        "storage": node.storage, "live": view.live, "answers": hello.is_some(), "version": version,
     });
-    let held = answer.as_ref().map(|answer| {
+    let held = held.as_ref().map(|answer| {
         let budgets: Vec<Value> = answer
             .budgets
             .iter()
@@ -60,10 +60,35 @@ fn node_json((view, answer): &(NodeView, Option<NodeStatusAnswer>)) -> Value {
     fields
 }
 
+/// A catalogue that changes nothing renews no lease: which node has one says nothing then.
+fn state(report: &StatusReport, node: &NodeReport) -> &'static str {
+    let has_lease = node.view.live || report.catalogue.unchanged.is_some();
+    match (has_lease, &node.hello) {
+        (true, Some(_)) => "up",
+        (false, Some(_)) => "not registered",
+        (_, None) if node.view.live => "no answer",
+        (_, None) => "DEAD",
+    }
+}
+
+/// The versions in a cluster that has several.
+fn mixed(report: &StatusReport) -> Option<String> {
+    let mut nodes: BTreeMap<&str, usize> = BTreeMap::new();
+    for hello in report.nodes.iter().filter_map(|node| node.hello.as_ref()) {
+        *nodes.entry(hello.version.as_str()).or_default() += 1;
+    }
+    let each = |(version, count): (&&str, &usize)| {
+        format!("{} on {}", shown(version), counted(*count as u64, "node"))
+    };
+    let all: Vec<String> = nodes.iter().map(each).collect();
+    (all.len() > 1).then(|| format!("several versions run: {}; finish the upgrade", all.join(", ")))
+}
+
 impl Answer for Nodes {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
-        let fields = json!({ "catalogue": self.0.catalogue, "epoch": self.0.epoch, "nodes": nodes,
+        let fields = json!({ "catalogue": self.0.catalogue.home, "unchanged": self.0.catalogue.unchanged,
+                "epoch": self.0.epoch, "nodes": nodes,
                 "policy": self.0.policy.as_ref().map(rules::json) });
         fields.as_object().cloned().unwrap_or_default()
     }
@@ -75,6 +100,7 @@ impl Answer for Nodes {
             "ADDRESS",
             "DOMAIN",
             "STATE",
+            "VERSION",
             ">REPLICAS",
             ">SIZE",
             ">PIECES",
@@ -84,20 +110,21 @@ impl Answer for Nodes {
         ];
         let mut table = Table::new(&headings);
         let mut notes = String::new();
-        for (view, answer) in &report.nodes {
+        for of_node in &report.nodes {
+            let NodeReport { view, hello, held: answer } = of_node;
             let node = &view.node;
             let domain = match (node.zone.as_str(), node.rack.as_str()) {
                 ("", "") => "-".to_owned(),
                 (zone, rack) => format!("{zone}/{rack}"),
             };
-            let state = match (view.live, answer) {
-                (true, Some(_)) => "up",
-                (true, None) => "no answer",
-                (false, Some(_)) => "not registered",
-                (false, None) => "DEAD",
-            };
-            let mut row =
-                vec![node.name.to_string(), node.address.clone(), domain, state.to_owned()];
+            let version = hello.as_ref().map_or("-", |hello| hello.version.as_str());
+            let mut row = vec![
+                node.name.to_string(),
+                node.address.clone(),
+                domain,
+                state(report, of_node).to_owned(),
+                shown(version).to_string(),
+            ];
             if let Some(held) = answer {
                 let size = |bytes: u64| ByteCount(bytes).to_string();
                 row.extend([
@@ -113,18 +140,26 @@ impl Answer for Nodes {
             }
             table.row(row);
         }
-        let live = report.nodes.iter().filter(|(view, _)| view.live).count();
-        let catalogue = report.catalogue.as_ref().map_or("nowhere to be found", PeerName::as_str);
+        let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
+        let catalogue = report.catalogue.home.as_ref();
+        let catalogue = catalogue.map_or("nowhere to be found", PeerName::as_str);
         // What a node that does not answer holds is not known, and not nothing.
-        let all_answer = report.nodes.iter().all(|(_, answer)| answer.is_some());
+        let all_answer = report.nodes.iter().all(|node| node.held.is_some());
         let least = if all_answer { "" } else { "at least " };
         let mut out = format!(
-            "{}\n{live} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
+            "{}\n{up} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
             table.render(paint),
             counted(report.nodes.len() as u64, "node"),
             ByteCount(stored_bytes(report)),
             report.epoch,
         );
+        if let Some(why) = &report.catalogue.unchanged {
+            let text = format!("nothing can be saved, archived or removed now: {}", shown(why));
+            out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));
+        }
+        if let Some(versions) = mixed(report) {
+            out.push_str(&format!("{versions}\n"));
+        }
         out.push_str(&report.policy.as_ref().map_or_else(String::new, rules::text));
         if !notes.is_empty() {
             out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "look at:")));

@@ -129,6 +129,7 @@ impl Answer for Shown {
         let mut fields = step_json(&report.step);
         // The number of shards gives way to the shards.
         fields.insert("shards".to_owned(), report.shards.iter().map(shard).collect());
+        fields.insert("unchanged".to_owned(), json!(report.unchanged));
         fields
     }
 
@@ -166,6 +167,11 @@ impl Answer for Shown {
         }
         if view.by_marks {
             out.push_str(BY_MARKS);
+        }
+        if let Some(why) = &report.unchanged {
+            let answering = report.nodes.iter().filter(|view| view.live).count();
+            let nodes = counted(report.nodes.len() as u64, "node");
+            out.push_str(&format!("{answering} of {nodes} answer; {}\n", shown(why)));
         }
         out
     }

@@ -21,6 +21,7 @@ pub mod files;
 mod index;
 mod output;
 mod parts;
+mod reach;
 mod record;
 mod restore;
 mod save;
@@ -30,12 +31,15 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use std::time::Duration;
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 
 pub use error::ClientError;
 pub use index::Index;
 pub use output::RestoreRequest;
 pub use parts::{MemorySink, ReadRange};
+pub use reach::{CatalogueReport, NodeReport};
 pub use restore::RestoreReport;
 pub use save::{SaveOptions, SaveReport};
 pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};
@@ -43,7 +47,7 @@ pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};
 use crate::clock::{Clock, SystemClock};
 use crate::config::Congestion;
 use crate::entropy::{Entropy, SystemEntropy};
-use crate::format::records::{ShardRoot, ShardState};
+use crate::format::records::{Node, ShardRoot, ShardState};
 use crate::id::{ClusterId, Epoch, Job, PeerName, SaveId, Step};
 use crate::kind::Kind;
 use crate::net::call::{CallError, Caller, address};
@@ -55,9 +59,9 @@ use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 pub use crate::pipeline::read::Sink;
 use crate::topology::Directory;
 use crate::wire::calls::{
-    Archive, ArchiveEvent, ArchiveOptions, Hello, List, MoveAnswer, MoveCatalogue, NodeStatus,
-    NodeStatusAnswer, NodeView, Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer,
-    RemoveNode, Show, ShowAnswer, StepView, StripeReport,
+    Archive, ArchiveEvent, ArchiveOptions, Hello, List, Members, MoveAnswer, MoveCatalogue,
+    NodeView, Nodes, PolicyStatus, Rebuild, RebuildAnswer, Remove, RemoveAnswer, RemoveNode, Show,
+    ShowAnswer, StepView, StripeReport,
 };
 use crate::wire::policy::PolicyAnswer;
 use crate::wire::{Call, NodeAddress};
@@ -69,6 +73,11 @@ const CALL_LIMIT: Duration = Duration::from_secs(12);
 const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 /// Commit and removal wait for many nodes.
 const LONG_LIMIT: Duration = Duration::from_secs(120);
+/// Seeds that are asked first, and how long they have before more are asked.
+const FIRST_SEEDS: usize = 4;
+const NEXT_SEEDS: Duration = Duration::from_millis(250);
+/// Addresses that an error names.
+const SHOWN_SEEDS: usize = 16;
 /// Rounds over all seeds before a call fails.
 const ROUNDS: u32 = 2;
 /// Threads for reading, hashing and decoding: one a core, at least so many, because disks are waited for too.
@@ -112,21 +121,32 @@ pub struct ShowReport {
     pub step: StepView,
     /// Its shards, and how far archiving has come.
     pub shards: Vec<(ShardRoot, ShardState)>,
-    /// The nodes.
+    /// The nodes; those that answer are live, with a lease or without.
     pub nodes: Vec<NodeView>,
+    /// Nothing can be changed now, and why; only looked at when a node has no lease.
+    pub unchanged: Option<String>,
 }
 
 /// The nodes and what they hold.
 #[derive(Debug, Clone)]
 pub struct StatusReport {
-    /// Each node; what it says, if it answers.
-    pub nodes: Vec<(NodeView, Option<NodeStatusAnswer>)>,
-    /// Who hosts the catalogue.
-    pub catalogue: Option<PeerName>,
+    /// Each node, and what it says.
+    pub nodes: Vec<NodeReport>,
+    /// Who serves the catalogue, and whether it changes anything.
+    pub catalogue: CatalogueReport,
     /// The highest epoch that was heard of.
     pub epoch: Epoch,
     /// The policy that the catalogue's host applies, if it answers.
     pub policy: Option<PolicyAnswer>,
+}
+
+/// Addresses for an error: the first of many.
+pub fn listed(addresses: &[String]) -> String {
+    let shown = addresses.iter().take(SHOWN_SEEDS).cloned().collect::<Vec<_>>().join(", ");
+    match addresses.len().saturating_sub(SHOWN_SEEDS) {
+        0 => shown,
+        more => format!("{shown} and {more} others"),
+    }
 }
 
 /// A client of one cluster. Clones share their connections.
@@ -226,34 +246,51 @@ impl Client {
         *self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner) = gateway;
     }
 
-    /// A daemon that answers; the seeds are asked all at once.
+    /// The nodes of the cluster, as the gateway last heard of them: also while no catalogue answers.
+    pub async fn members(&self) -> Result<Vec<Node>, ClientError> {
+        self.ask(&Members {}).await
+    }
+
+    /// A daemon that answers. A few seeds are asked at once, and more and more of them while none does.
     async fn gateway(&self) -> Result<NodeAddress, ClientError> {
         let known = self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(known) = known {
             return Ok(known);
         }
-        let mut asked: Vec<_> = Vec::new();
-        for seed in &self.inner.seeds {
-            asked.push(Box::pin(async move {
-                let to = Address { host_port: seed.clone(), node: None };
-                let hello = self.caller().call_address(&to, &Hello { me: None }).await?;
-                let _ = self.inner.cluster.set(hello.cluster);
-                Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed.clone() })
-            }));
-        }
-        let seeds = self.inner.seeds.join(", ");
-        if asked.is_empty() {
-            return Err(ClientError::Unreachable {
-                seeds,
-                reason: "no seeds are configured".into(),
-            });
-        }
-        match futures_util::future::select_ok(asked).await {
-            Ok((gateway, _)) => {
-                self.set_gateway(Some(gateway.clone()));
-                Ok(gateway)
+        let ask = |seed: String| async move {
+            let to = Address { host_port: seed.clone(), node: None };
+            let hello = self.caller().call_address(&to, &Hello { me: None }).await?;
+            let _ = self.inner.cluster.set(hello.cluster);
+            Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed })
+        };
+        let clock = self.caller().clock();
+        let mut seeds = self.inner.seeds.iter().cloned();
+        let (mut asked, mut wave) = (FuturesUnordered::new(), FIRST_SEEDS);
+        let mut reason = String::from("no seeds are configured");
+        loop {
+            asked.extend(seeds.by_ref().take(wave).map(ask));
+            wave *= 2;
+            let more = seeds.len() > 0;
+            let next = clock.sleep(NEXT_SEEDS);
+            tokio::pin!(next);
+            loop {
+                let answer = tokio::select! {
+                    biased;
+                    Some(answer) = asked.next() => answer,
+                    () = &mut next, if more => break,
+                    else => break,
+                };
+                match answer {
+                    Ok(gateway) => {
+                        self.set_gateway(Some(gateway.clone()));
+                        return Ok(gateway);
+                    }
+                    Err(error) => reason = error.to_string(),
+                }
             }
-            Err(error) => Err(ClientError::Unreachable { seeds, reason: error.to_string() }),
+            if asked.is_empty() && !more {
+                return Err(ClientError::Unreachable { seeds: listed(&self.inner.seeds), reason });
+            }
         }
     }
 
@@ -363,8 +400,14 @@ impl Client {
             None => Err(ClientError::Removed { job: job.clone(), step: step.step }),
         });
         let shards = shards.collect::<Result<_, _>>()?;
-        let nodes = self.ask(&Nodes {}).await?;
-        Ok(ShowReport { step, shards, nodes })
+        let nodes = self.known_nodes().await?;
+        // Where all have leases the catalogue does its work, and nobody need be asked.
+        let is_well = !step.by_marks && nodes.iter().all(|view| view.live);
+        let (nodes, unchanged) = match is_well {
+            true => (nodes, None),
+            false => (self.with_answers(nodes).await, self.catalogue_report().await?.unchanged),
+        };
+        Ok(ShowReport { step, shards, nodes, unchanged })
     }
 
     /// Removes a committed step: the save that it is now. One that replaces it meanwhile stays, however late the request comes through.
@@ -443,26 +486,15 @@ impl Client {
         }
     }
 
-    /// The nodes and what they hold.
+    /// The nodes and what they hold, asked of the nodes themselves: also while no catalogue answers, or one that changes nothing.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
-        let directory = self.directory().await?;
+        let nodes = self.reports(self.known_nodes().await?).await;
         let hello = self.ask(&Hello { me: None }).await?;
-        let asks = directory.views().map(|view| async {
-            let to =
-                NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() };
-            let answer = match view.live {
-                true => self.caller().call(&to, &NodeStatus {}).await.ok(),
-                false => None,
-            };
-            (view.clone(), answer)
-        });
-        let mut nodes = futures_util::future::join_all(asks).await;
-        nodes.sort_by(|(a, _), (b, _)| a.node.name.cmp(&b.node.name));
         let policy = match &hello.catalogue {
             Some(home) => self.caller().call(home, &PolicyStatus {}).await.ok(),
             None => None,
         };
-        let catalogue = hello.catalogue.map(|home| home.name);
+        let catalogue = self.catalogue_report().await?;
         Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy })
     }
 

@@ -75,7 +75,6 @@ struct Gathered {
 
 /// The nodes at one moment, and the committed steps that they have marks of.
 struct Look {
-    nodes: Vec<NodeView>,
     /// Storage nodes whose marks are known, and whether they are enough.
     heard: Vec<NodeRecord>,
     quorum: Quorum,
@@ -209,7 +208,9 @@ impl Node {
 
     /// The nodes that are known here, and which of them answer.
     pub(super) async fn nodes_away(self: &Arc<Self>) -> Result<Vec<NodeView>, Failure> {
-        Ok(self.look_around().await?.nodes.clone())
+        let (members, hellos) = self.gather_members().await?;
+        let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
+        Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
     }
 
     /// In a task of its own: whoever waits may go, and what is found is there for the next.
@@ -249,7 +250,6 @@ impl Node {
                 || been_here.iter().any(|other| other.name == node.name)
         });
         let mut look = Look {
-            nodes: Vec::new(),
             heard: standings.iter().map(|(node, _)| node.clone()).collect(),
             quorum: Quorum::new(&members, &standings),
             steps: BTreeMap::new(),
@@ -290,9 +290,6 @@ impl Node {
                 look.steps.insert(key, found);
             }
         }
-        let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
-        look.nodes =
-            members.iter().map(|node| NodeView { node: node.clone(), live: live(node) }).collect();
         Ok(look)
     }
 

@@ -132,6 +132,7 @@ impl Node {
                     if !told {
                         self.has_returned.store(true, Ordering::Relaxed);
                         self.catching_up.is_due();
+                        self.spawn(Self::introduce);
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
                     told = true;
@@ -144,6 +145,13 @@ impl Node {
             self.runs.give_back_unused();
             self.clock.sleep(renewal(lease).max(LEAST_RENEWAL)).await;
         }
+    }
+
+    /// Tells the others who it is: they ask the catalogue for their list seconds later, and it may be gone by then.
+    async fn introduce(self: Arc<Self>) {
+        let Ok(nodes) = self.catalogue().nodes().await else { return };
+        let nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
+        self.hello_all(&nodes).await;
     }
 
     async fn register_here(&self) -> Result<RegisterAnswer, Failure> {

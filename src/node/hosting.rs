@@ -9,6 +9,7 @@ use futures_util::stream;
 
 use super::Node;
 use super::census::node_address;
+use super::quorum::majority;
 use super::waits::renewal;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
@@ -16,7 +17,7 @@ use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
 use crate::store::{Kv, Maps, Store};
-use crate::wire::calls::{Claim, Hello, HelloAnswer};
+use crate::wire::calls::{CHANGES_NOTHING, Claim, Hello, HelloAnswer};
 
 /// A member that does not say its epoch within this is not counted.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
@@ -31,6 +32,8 @@ const AT_ONCE: usize = 32;
 pub(super) struct Hosting {
     state: Mutex<State>,
     maps: Arc<dyn Maps>,
+    /// Storage nodes that were heard in the last round, and all of them.
+    heard: Mutex<(usize, usize)>,
 }
 
 enum State {
@@ -85,7 +88,7 @@ impl Hosting {
             }
             Err(error) => return Err(error),
         };
-        Ok(Self { state: Mutex::new(state), maps })
+        Ok(Self { state: Mutex::new(state), maps, heard: Mutex::default() })
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -137,15 +140,22 @@ impl Hosting {
         }
     }
 
+    fn note_heard(&self, heard: usize, storage: usize) {
+        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = (heard, storage);
+    }
+
     /// What an operator should know.
     pub(super) fn note(&self) -> Option<String> {
         match &*self.state() {
             State::No(why) => why.clone(),
             State::Without(why) => Some(why.clone()),
-            State::Here(local) if local.is_read_only() => Some(
-                "its catalogue changes nothing: it hears from less than half of the storage nodes"
-                    .into(),
-            ),
+            State::Here(local) if local.is_read_only() => {
+                let (heard, all) = *self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+                let needed = majority(all);
+                Some(format!(
+                    "{CHANGES_NOTHING}: it hears {heard} of {all} storage nodes, {needed} are needed"
+                ))
+            }
             State::Here(_) => None,
         }
     }
@@ -228,7 +238,8 @@ impl Node {
             usize::from(told.is_ok() && node.storage)
         });
         let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
-        storage == 0 || heard * 2 > storage
+        self.hosting.note_heard(heard, storage);
+        storage == 0 || heard >= majority(storage)
     }
 
     /// Those of `nodes` that say who they are, in time.
@@ -258,13 +269,18 @@ impl Node {
 
     /// Remembers who the other nodes are, for the day on which no catalogue answers.
     pub(super) async fn remember_members(&self) -> Result<(), crate::wire::Failure> {
+        let met_before: Vec<PeerName> = {
+            let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+            met.keys().cloned().collect()
+        };
         let mut nodes: Vec<NodeRecord> =
             self.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.remote.know(nodes.iter().map(node_address));
         self.on_store(move |store| store.put_members(&Members { nodes })).await?;
-        // Who is not on the list now was taken off it; who comes anew introduces itself again.
-        self.met.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        // Who was met before the list was read and is not on it was taken off it.
+        let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+        met.retain(|name, _| !met_before.contains(name));
         Ok(())
     }
 }

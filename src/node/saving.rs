@@ -48,6 +48,10 @@ impl Node {
     fn choose_code(&self, live: usize) -> Result<(u8, u8), Failure> {
         let fits = self.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
         fits.copied().ok_or_else(|| {
+            if live == 0 {
+                let text = "no storage node has a lease: none runs, or the catalogue hears too few to change anything";
+                return failure(Kind::Unavailable, text);
+            }
             let smallest = self.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
             let text = format!(
                 "{live} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"

@@ -14,6 +14,9 @@ use crate::id::{
     StripeId,
 };
 
+/// What the note of a home begins with that changes nothing, in [`NodeStatusAnswer`].
+pub const CHANGES_NOTHING: &str = "its catalogue changes nothing";
+
 /// Answer to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HelloAnswer {

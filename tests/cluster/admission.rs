@@ -83,9 +83,9 @@ async fn saves_and_archives_that_are_short_of_memory_wait_and_succeed() {
         assert_eq!((report.stripes, report.undropped, report.notes), (6 * 4, 0, Vec::new()));
     }
     world.assert_idle().await;
-    for (view, status) in client.status().await.unwrap().nodes {
-        for (share, _, peak_bytes, total_bytes) in status.unwrap().budgets {
-            assert!(peak_bytes <= total_bytes, "{share} of {}", view.node.name);
+    for node in client.status().await.unwrap().nodes {
+        for (share, _, peak_bytes, total_bytes) in node.held.unwrap().budgets {
+            assert!(peak_bytes <= total_bytes, "{share} of {}", node.view.node.name);
         }
     }
     for step in 1..=3 {

@@ -282,7 +282,7 @@ async fn an_old_copy_of_the_catalogue_is_not_served() {
         let notes: Vec<String> = status
             .nodes
             .iter()
-            .flat_map(|(_, status)| status.as_ref().unwrap().notes.clone())
+            .flat_map(|node| node.held.as_ref().unwrap().notes.clone())
             .collect();
         assert!(notes[0].contains("old copy"), "{notes:?}");
         rebuild_on(&client, 0).await;

@@ -55,9 +55,9 @@ async fn eight_stripes_at_once_fit_into_daemons_of_64_mib() {
     assert_eq!((held.archived, held.pieces, held.replicas), (8, 8 * 6, 0));
     let (out, _) = restore(&client, 1).await.unwrap();
     assert_eq!(read_file(&*out, "weights"), bytes);
-    for (view, status) in client.status().await.unwrap().nodes {
-        for (share, _, peak_bytes, total_bytes) in status.unwrap().budgets {
-            assert!(peak_bytes <= total_bytes, "{share} of {}", view.node.name);
+    for node in client.status().await.unwrap().nodes {
+        for (share, _, peak_bytes, total_bytes) in node.held.unwrap().budgets {
+            assert!(peak_bytes <= total_bytes, "{share} of {}", node.view.node.name);
         }
     }
     world.assert_idle().await;

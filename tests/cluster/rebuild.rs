@@ -132,8 +132,8 @@ async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down(
     let status = world.client_of(0).status().await.unwrap();
     let notes = |index: usize| {
         let name = &world.machines[index].name;
-        let found = status.nodes.iter().find(|(view, _)| view.node.name == *name).unwrap();
-        found.1.as_ref().unwrap().notes.clone()
+        let found = status.nodes.iter().find(|node| node.view.node.name == *name).unwrap();
+        found.held.as_ref().unwrap().notes.clone()
     };
     assert!(notes(0)[0].contains("epoch 1, which is over"), "{:?}", notes(0));
     assert_eq!(world.files(|_| true), files);

@@ -18,8 +18,8 @@ const LEN: usize = 5 * BLOCK as usize - 1000;
 async fn notes(world: &World, client: &Client, index: usize) -> Vec<String> {
     let status = client.status().await.unwrap();
     let name = &world.machines[index].name;
-    let found = status.nodes.into_iter().find(|(view, _)| view.node.name == *name).unwrap();
-    found.1.unwrap().notes
+    let found = status.nodes.into_iter().find(|node| node.view.node.name == *name).unwrap();
+    found.held.unwrap().notes
 }
 
 #[tokio::test(start_paused = true)]

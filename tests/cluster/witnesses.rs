@@ -4,12 +4,15 @@
 use std::time::Duration;
 
 use rapidraid::client::Client;
-use rapidraid::id::Step;
+use rapidraid::format::records::{CommitMark, Record, RemoveReason, Tombstone};
+use rapidraid::id::{Epoch, Generation, ShardId, Step};
 use rapidraid::kind::Kind;
+use rapidraid::net::{Address, Role};
 use rapidraid::store::{Disk, Scope};
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{Commit, PlanChoice, PutTombstone, Seal};
 
-use crate::world::{World, address, content, job, options, read_file, restore, save};
+use crate::world::raw::empty_root;
+use crate::world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 70_000;
@@ -66,7 +69,7 @@ async fn sixteen() -> World {
 }
 
 /// Nodes with a good mark of the step's save.
-fn marked(world: &World, shard: rapidraid::id::ShardId) -> Vec<usize> {
+fn marked(world: &World, shard: ShardId) -> Vec<usize> {
     let has = |index: &usize| {
         let store = world.nodes[index].store();
         store.get_small(Scope::Shard(shard), "commit").unwrap().is_some()
@@ -128,7 +131,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     assert_eq!(refused, 0);
 }
 
-fn marked_live(world: &World, shard: rapidraid::id::ShardId) -> Vec<usize> {
+fn marked_live(world: &World, shard: ShardId) -> Vec<usize> {
     let live = world.nodes.iter().filter(|(index, _)| **index != 0);
     let has = live.filter(|(_, node)| {
         node.store().get_small(Scope::Shard(shard), "commit").unwrap().is_some()
@@ -263,8 +266,7 @@ async fn a_mark_that_does_not_parse_is_missing_for_its_save_and_written_again() 
     world.until("marks written again", good).await;
 }
 
-fn mark_parses(world: &World, index: usize, shard: rapidraid::id::ShardId) -> bool {
-    use rapidraid::format::records::{CommitMark, Record};
+fn mark_parses(world: &World, index: usize, shard: ShardId) -> bool {
     let bytes = world.nodes[&index].store().get_small(Scope::Shard(shard), "commit").unwrap();
     bytes.is_some_and(|bytes| CommitMark::parse(&bytes).is_ok())
 }
@@ -296,4 +298,112 @@ async fn a_node_that_was_taken_off_the_list_catches_up_anew() {
         world.kill(index).await;
     }
     assert_eq!(world.client_of(5).list(None).await.unwrap().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_save_that_half_of_the_nodes_know_is_not_published() {
+    // The ring alone could do without five.
+    let mut world = World::start(8, &[(8, 6)], BLOCK).await;
+    let (voice, gateway) = (world.voice(Role::Client, "marks"), world.node_address(1));
+    let begun = voice.begin(&gateway, 1).await.unwrap();
+    voice.ask(&gateway, &Seal { root: empty_root(&begun, 1, "empty") }).await.unwrap();
+    for index in 5..=8 {
+        world.kill(index).await;
+    }
+    let commit = Commit { job: job(), step: Step(1), save: begun.save, shards: 1 };
+    let refused = voice.ask(&gateway, &commit).await.unwrap_err().to_string();
+    assert!(refused.contains("4 of 8") && refused.contains("5 are needed"), "{refused}");
+    assert_eq!(world.client().list(None).await.unwrap(), []);
+    world.boot(5);
+    world.until_live(5).await;
+    voice.ask(&gateway, &commit).await.unwrap();
+    assert_eq!(world.client().list(None).await.unwrap().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_removal_that_half_of_the_nodes_know_is_not_reported() {
+    let mut world = World::start(8, &[(8, 6)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    for index in 5..=8 {
+        world.kill(index).await;
+    }
+    let refused = client.remove(&job(), Step(1)).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    for index in 5..=8 {
+        world.boot(index);
+    }
+    world.until("all of it removed", || world.catalogue_keys("s/").is_empty()).await;
+}
+
+/// Folders from before the catch-up record, and a newest step by another code whose marks few have.
+#[tokio::test(start_paused = true)]
+async fn older_folders_go_by_the_older_bound() {
+    let mut world = World::start(7, &[(7, 4), (4, 2)], BLOCK).await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    for index in 5..=7 {
+        world.kill(index).await;
+    }
+    tokio::time::sleep(2 * world.lease).await;
+    save(&world.client(), 2, &[("weights", &content(LEN, 2))]).await;
+    let root = world.client().show(&job(), Some(Step(2))).await.unwrap().shards[0].0.clone();
+    assert_eq!((root.n, root.k, root.ring.len()), (4, 2, 4));
+    // As the older rule had it: one of the ring may have missed the mark.
+    world.nodes[&4].store().remove_small(Scope::Shard(root.shard), "commit").unwrap();
+    world.kill(0).await;
+    for index in 5..=7 {
+        world.boot(index);
+    }
+    for machine in &world.machines[1..] {
+        machine.disk.remove("catch-up").unwrap();
+    }
+    for gone in [vec![7], vec![1], vec![1, 2, 3], vec![4, 5, 6]] {
+        for index in &gone {
+            world.kill(*index).await;
+        }
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        let asked = if gone.contains(&7) { 6 } else { 7 };
+        match world.client_of(asked).show(&job(), None).await {
+            Ok(found) => assert!(found.step.step == Step(2) && gone.len() == 1, "{gone:?}"),
+            Err(error) => {
+                assert!(gone.len() == 3, "{gone:?}: {error}");
+                assert!(error.to_string().contains("at most 1 may be"), "{error}");
+            }
+        }
+        for index in gone {
+            world.boot(index);
+        }
+    }
+}
+
+/// A removal that reached one node and was never reported; the catalogue is lost, and made again without that node.
+#[tokio::test(start_paused = true)]
+async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let save_id = client.show(&job(), None).await.unwrap().step.saved.save;
+    let generation = Generation { epoch: Epoch(1), counter: 900 };
+    let reason = RemoveReason::Deleted;
+    let tombstone = Tombstone { cluster: CLUSTER, save: save_id, generation, reason };
+    let call = PutTombstone { bytes: tombstone.to_bytes().unwrap() };
+    let node = world.voice(Role::Node, "node00");
+    node.ask(&world.node_address(6), &call).await.unwrap();
+    world.kill(0).await;
+    world.kill(6).await;
+    let on = Address { host_port: address(2), node: None };
+    world.client_of(2).rebuild_catalogue(Some(&on), false).await.unwrap();
+    world.boot(6);
+    world.until_live(6).await;
+    // All of them catch up anew.
+    for index in [1, 3, 4, 5] {
+        world.kill(index).await;
+        world.boot(index);
+    }
+    tokio::time::sleep(4 * world.lease).await;
+    for index in 1..=5 {
+        assert!(!world.nodes[&index].store().is_entombed(save_id).unwrap(), "node {index}");
+    }
+    let (out, _) = restore(&world.client_of(2), 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 1));
 }

@@ -22,7 +22,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use echo::Echo;
 use power::{Host, Leaves, Power, PoweredKv};
-use rapidraid::client::{Client, NewShard, ProgressFn, RestoreRequest, SaveOptions};
+use rapidraid::client::{Client, NewShard, NodeReport, ProgressFn, RestoreRequest, SaveOptions};
 use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::records::Standing;
@@ -346,7 +346,8 @@ impl World {
         for _ in 0..200 {
             let status = client.status().await;
             let live = status.map_or(0, |status| {
-                status.nodes.iter().filter(|(view, _)| view.live && view.node.storage).count()
+                let live = |node: &&NodeReport| node.view.live && node.view.node.storage;
+                status.nodes.iter().filter(live).count()
             });
             if live == count {
                 return;

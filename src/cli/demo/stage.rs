@@ -103,7 +103,7 @@ pub async fn all_live(client: &Client) -> Result<(), Failure> {
     let clock = SystemClock::new();
     loop {
         let status = connect::ask(client.status()).await?;
-        let live = status.nodes.iter().filter(|(view, _)| view.live).count();
+        let live = status.nodes.iter().filter(|node| node.view.live).count();
         if live >= NODES {
             return Ok(());
         }
@@ -122,11 +122,11 @@ pub async fn stored(client: &Client) -> Result<u64, Failure> {
     let clock = SystemClock::new();
     loop {
         let status = connect::ask(client.status()).await?;
-        let silent = status.nodes.iter().find(|(_, answer)| answer.is_none());
+        let silent = status.nodes.iter().find(|node| node.held.is_none());
         match silent {
             None => return Ok(stored_bytes(&status)),
-            Some((view, _)) if clock.now() > LIVE_LIMIT => {
-                let message = format!("{} does not say what it holds", view.node.name);
+            Some(node) if clock.now() > LIVE_LIMIT => {
+                let message = format!("{} does not say what it holds", node.view.node.name);
                 return Err(Failure::new(Kind::Timeout, message).with_hint(BUSY));
             }
             Some(_) => clock.sleep(POLL).await,

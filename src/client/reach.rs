@@ -1,0 +1,115 @@
+//! Which nodes answer, asked of the nodes themselves: leases say nothing of it while the catalogue renews none.
+
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::{Client, ClientError};
+use crate::format::records::Node;
+use crate::id::PeerName;
+use crate::net::call::address;
+use crate::wire::NodeAddress;
+use crate::wire::calls::{
+    CHANGES_NOTHING, Hello, HelloAnswer, NodeStatus, NodeStatusAnswer, NodeView, Nodes,
+};
+
+/// A node that does not say who it is within this does not answer.
+const HELLO_LIMIT: Duration = Duration::from_secs(3);
+/// Nodes asked at once.
+const AT_ONCE: usize = 64;
+
+/// A node, and what it says of itself.
+#[derive(Debug, Clone)]
+pub struct NodeReport {
+    /// The node, and whether it has a lease.
+    pub view: NodeView,
+    /// Who it says it is, if it answers.
+    pub hello: Option<HelloAnswer>,
+    /// What it holds, if it says so.
+    pub held: Option<NodeStatusAnswer>,
+}
+
+/// Where the catalogue is, and whether anything can be changed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CatalogueReport {
+    /// Who serves it, as far as that is known.
+    pub home: Option<PeerName>,
+    /// Nothing can be saved, archived or removed now: why.
+    pub unchanged: Option<String>,
+}
+
+fn node_address(node: &Node) -> NodeAddress {
+    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
+}
+
+impl Client {
+    /// The nodes of the cluster: of the catalogue, or where that is away as the gateway remembers them.
+    pub(super) async fn known_nodes(&self) -> Result<Vec<NodeView>, ClientError> {
+        match self.ask(&Nodes {}).await {
+            Ok(nodes) => Ok(nodes),
+            Err(error) if error.kind().is_transient() => {
+                let members = self.members().await.map_err(|_| error)?;
+                Ok(members.into_iter().map(|node| NodeView { node, live: false }).collect())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn hello_of(&self, node: &Node) -> Option<HelloAnswer> {
+        let to = address(&node_address(node));
+        self.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await.ok()
+    }
+
+    /// Asks each node who it is, and what it holds.
+    pub(super) async fn reports(&self, nodes: Vec<NodeView>) -> Vec<NodeReport> {
+        let asks: Vec<_> = nodes
+            .into_iter()
+            .map(|view| async move {
+                let hello = self.hello_of(&view.node).await;
+                let held = match &hello {
+                    Some(_) => {
+                        let to = node_address(&view.node);
+                        self.caller().call(&to, &NodeStatus {}).await.ok()
+                    }
+                    None => None,
+                };
+                NodeReport { view, hello, held }
+            })
+            .collect();
+        let mut reports: Vec<_> = stream::iter(asks).buffer_unordered(AT_ONCE).collect().await;
+        reports.sort_by(|a, b| a.view.node.name.cmp(&b.view.node.name));
+        reports
+    }
+
+    /// Those nodes that have no lease and answer all the same count as live.
+    pub(super) async fn with_answers(&self, nodes: Vec<NodeView>) -> Vec<NodeView> {
+        let asks: Vec<_> = nodes
+            .into_iter()
+            .map(|mut view| async move {
+                view.live = view.live || self.hello_of(&view.node).await.is_some();
+                view
+            })
+            .collect();
+        let mut nodes: Vec<_> = stream::iter(asks).buffer_unordered(AT_ONCE).collect().await;
+        nodes.sort_by(|a, b| a.node.name.cmp(&b.node.name));
+        nodes
+    }
+
+    /// Who serves the catalogue, and whether it changes anything.
+    pub(super) async fn catalogue_report(&self) -> Result<CatalogueReport, ClientError> {
+        let Some(home) = self.ask(&Hello { me: None }).await?.catalogue else {
+            let why = "no node serves the catalogue: start the daemon that did, or `rapidraid catalogue rebuild`";
+            return Ok(CatalogueReport { home: None, unchanged: Some(why.to_owned()) });
+        };
+        let asked = self.caller().call_within(&address(&home), &NodeStatus {}, HELLO_LIMIT).await;
+        let unchanged = match asked {
+            Ok(status) => status.notes.into_iter().find(|note| note.starts_with(CHANGES_NOTHING)),
+            Err(_) => Some(format!(
+                "node {}, which serves the catalogue, does not answer: start it, or `rapidraid catalogue rebuild`",
+                home.name
+            )),
+        };
+        Ok(CatalogueReport { home: Some(home.name), unchanged })
+    }
+}

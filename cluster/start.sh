@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
-# Starts 16 nodes on this machine, each a process of its own, under FOLDER; makes their files the first time.
+# Starts nodes on this machine, each a process of its own, under FOLDER; makes their files the first time.
 #
-#   cluster/start.sh FOLDER
+#   cluster/start.sh FOLDER [NODES]
 #
-# RAPIDRAID names the program (default: this repository's release build, else the one on the PATH), PORT the first of
-# the 16 UDP ports on 127.0.0.1 (default: 7440). cluster/stop.sh FOLDER stops them.
+# NODES is their number (default: 16); a folder that is there keeps those that it has. RAPIDRAID names the program
+# (default: this repository's release build, else the one on the PATH), PORT the first of the UDP ports on 127.0.0.1
+# (default: 7440). cluster/stop.sh FOLDER stops them.
 set -euo pipefail
 
-folder=${1:?usage: cluster/start.sh FOLDER}
+folder=${1:?usage: cluster/start.sh FOLDER [NODES]}
 port=${PORT:-7440}
-nodes=16
+nodes=${2:-16}
 ready_limit_s=30
+
+if [[ ! $nodes =~ ^[1-9][0-9]{0,2}$ ]]; then
+  echo "the number of nodes is $nodes: give 1 to 999" >&2
+  exit 2
+fi
 
 here=$(cd "$(dirname "$0")/.." && pwd)
 program=${RAPIDRAID:-$here/target/release/rapidraid}

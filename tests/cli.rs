@@ -6,6 +6,7 @@
 mod machine;
 
 use std::os::unix::fs::PermissionsExt;
+use std::process::Stdio;
 
 use machine::{Cluster, Daemon, bytes, free_ports, program, run, tree};
 use rustix::process::Signal;
@@ -355,6 +356,32 @@ fn nothing_is_overwritten_unless_asked() {
     cluster.run("restore job/1 --out new3 --shard a.bin --range 2..100").fails(2, &["2..100"]);
     cluster.run("archive job/1 --trace a.bin").fails(1, &["a.bin"]);
     assert_eq!(cluster.read("a.bin"), b"second");
+}
+
+#[test]
+fn a_save_waits_for_one_whose_client_was_killed_and_refuses_what_it_cannot_trust() {
+    let cluster = Cluster::start(4, &["code.list=4,2", "timeouts.lease_s=2"]);
+    cluster.write("small", b"1");
+    let big = std::fs::File::create(cluster.path("big")).unwrap();
+    big.set_len(400 << 20).unwrap();
+    let mut command = program(cluster.folder.path());
+    command.args(["save", "job/1", "big"]);
+    command.env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml").stderr(Stdio::null());
+    let mut other = command.stdout(Stdio::null()).spawn().unwrap();
+    cluster.until("a save under way", |_| {
+        let refused = cluster.run("save job/1 small --replace");
+        refused.code == 1 && refused.err.contains("given up within 3 s")
+    });
+    other.kill().unwrap();
+    other.wait().unwrap();
+    let saved = cluster.run("save job/1 small --replace --wait").ok();
+    assert!(saved.err.contains("waiting for it") && saved.out.contains("saved"), "{saved:?}");
+    // What is committed is not waited for.
+    cluster.run("save job/1 small --wait").fails(1, &["is committed"]);
+
+    cluster.run("save job/2 /proc/self/status").fails(1, &["its length is 0"]);
+    cluster.run("restore job/7 --out new/folder").fails(1, &["job"]);
+    assert!(!cluster.path("new/folder").exists(), "a refused restore leaves nothing");
 }
 
 #[test]

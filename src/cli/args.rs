@@ -238,6 +238,12 @@ pub struct Save {
     /// Replace the step if it exists; the old one stays readable until the new one is committed
     #[arg(long)]
     pub replace: bool,
+    /// Wait while another client saves the step; without it that is an error
+    #[arg(long)]
+    pub wait: bool,
+    /// Save files that change meanwhile, too: some of their bytes may be older than others
+    #[arg(long)]
+    pub allow_changing: bool,
     /// Write what `restore --record` needs to read this save without a catalogue; the file must not exist
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,

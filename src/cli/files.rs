@@ -156,6 +156,11 @@ pub fn remove_file(path: &Path) {
     let _ = fs::remove_file(path);
 }
 
+/// Removes a folder, if nothing is in it.
+pub fn remove_empty_folder(path: &Path) {
+    let _ = fs::remove_dir(path);
+}
+
 /// Removes a folder and what is in it, as far as that goes.
 pub fn remove_folder(path: &Path) {
     let _ = fs::remove_dir_all(path);

@@ -192,7 +192,10 @@ impl Printer {
 
     fn tagged(&mut self, tint: Tint, tag: &str, text: &str) {
         let tag = Paint { colour: self.look.colour_err }.tint(tint, tag);
-        let _ = writeln!(self.err, "{tag} {}", shown(text));
+        for (at, line) in text.lines().enumerate() {
+            let before = if at == 0 { &*tag } else { "      " };
+            let _ = writeln!(self.err, "{before} {}", shown(line));
+        }
     }
 
     /// Prints the outcome and returns the process's exit code.
@@ -303,6 +306,15 @@ mod tests {
         let error = json!({"kind": "invalid", "message": "no\u{1b}", "hint": "yes"});
         assert_eq!((code, document), (2, json!({"schema": 1, "error": error})));
         assert!(err.contains("error: no\\u{1b}\nhint: yes"), "{err}");
+    }
+
+    #[test]
+    fn an_error_of_several_lines_has_several_lines() {
+        let failure =
+            Failure::new(Kind::Lost, "two stripes:\nfirst\u{7}\nsecond").with_hint("wait");
+        let (_, _, err) = run(PLAIN, Err(&failure), Sink::default());
+        let lines = "error: two stripes:\n       first\\u{7}\n       second\nhint: wait\n";
+        assert!(err.ends_with(lines), "{err}");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::printer::{Answer, Failure};
 use super::table::{Paint, Tint};
 use super::{Front, Outcome, connect, files, transfer};
 use crate::client::files::FileSource;
-use crate::client::{NewShard, SaveOptions, SaveReport};
+use crate::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
 use crate::clock::{Clock, SystemClock};
 use crate::format::save_record::SaveRecord;
 use crate::id::{IdError, ShardName};
@@ -25,25 +25,48 @@ use crate::units::ByteCount;
 
 /// The most files of one save; a checkpoint of 1,000 ranks with 100 files each.
 const MAX_FILES: usize = 100_000;
+/// Between two tries to save a step that another client saves, and how long it is tried.
+const WAIT: Duration = Duration::from_secs(1);
+const MAX_WAIT: Duration = Duration::from_secs(3600);
 /// The deepest folder; a tree that is deeper is a mistake.
 const MAX_DEPTH: usize = 64;
 
 /// The command.
 pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let found = shards_of(&options.paths)?;
-    let mut shards = Vec::with_capacity(found.len());
-    for (name, path) in &found {
+    let mut sources = Vec::with_capacity(found.len());
+    for (_, path) in &found {
         let source =
             FileSource::open(path).map_err(|error| files::io_failure("read", path, &error))?;
-        shards.push(NewShard { name: name.clone(), source: Arc::new(source) });
+        sources.push(Arc::new(match options.allow_changing {
+            true => source.allow_changing(),
+            false => source,
+        }));
     }
+    let shards = || {
+        let named = found.iter().zip(&sources);
+        let shard = |((name, _), source): (&(ShardName, PathBuf), &Arc<FileSource>)| NewShard {
+            name: name.clone(),
+            source: source.clone(),
+        };
+        named.map(shard).collect::<Vec<_>>()
+    };
     let client = connect::client(&options.connect, &front.env).await?;
     let record_file = options.record.as_deref().map(files::create_new).transpose()?;
     let (job, step) = (&options.step.job, options.step.step);
     let progress = transfer::watch(front, format!("save {}", options.step));
     let clock = SystemClock::new();
-    let saved =
-        client.save(job, step, shards, SaveOptions { replace: options.replace }, progress).await;
+    let how = SaveOptions { replace: options.replace };
+    let mut saved = client.save(job, step, shards(), how, progress.clone()).await;
+    if options.wait && is_being_saved(&client, &options, &saved).await {
+        front
+            .printer
+            .note(&format!("{} is being saved by another client: waiting for it", options.step));
+        while clock.now() < MAX_WAIT && is_being_saved(&client, &options, &saved).await {
+            clock.sleep(WAIT).await;
+            saved = client.save(job, step, shards(), how, progress.clone()).await;
+        }
+    }
     let took = clock.now();
     connect::close(&client).await;
     if let (Err(_), Some(path)) = (&saved, &options.record) {
@@ -52,6 +75,8 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let report = saved.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
+            Kind::Invalid if failure.message.contains("changed while") => failure
+                .with_hint("save it when nobody writes to it, or as it is with --allow-changing"),
             Kind::Exists => {
                 failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
             }
@@ -66,7 +91,29 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
             Err(failure) => front.printer.note(&format!("no record: {}", failure.message)),
         }
     }
+    for ((name, _), source) in found.iter().zip(&sources) {
+        if source.has_changed().unwrap_or(true) {
+            front.printer.warn(
+                &format!("{name} changed while it was saved"),
+                "some of its bytes may be older than others",
+            );
+        }
+    }
     Ok(Box::new(Saved { report, took, record }))
+}
+
+/// Whether a save was refused because another one of the step is under way.
+async fn is_being_saved(
+    client: &Client,
+    options: &Save,
+    saved: &Result<SaveReport, ClientError>,
+) -> bool {
+    let is_refused = saved.as_ref().is_err_and(|error| error.kind() == Kind::Exists);
+    let (job, step) = (&options.step.job, options.step.step);
+    // A step that is committed is refused, too, and is not waited for.
+    is_refused
+        && (options.replace
+            || client.show(job, Some(step)).await.is_err_and(|e| e.kind() == Kind::NotFound))
 }
 
 fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), Failure> {

@@ -104,6 +104,7 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     let record = options.record.as_deref().map(read_record).transpose()?;
     let nodes = record.iter().flat_map(SaveRecord::nodes).map(|node| node.address.clone());
     let client = connect::client_beside(&options.connect, &front.env, nodes.collect()).await?;
+    let is_new = !options.out.exists();
     let out = RealDisk::open(&options.out).map_err(|error| Failure::of(error.kind(), &error))?;
     let request = RestoreRequest {
         out: Arc::new(out),
@@ -128,6 +129,9 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     };
     let took = clock.now();
     connect::close(&client).await;
+    if is_new && restored.is_err() {
+        files::remove_empty_folder(&options.out);
+    }
     let report = restored.map_err(|error| {
         let failure = connect::failure(&error);
         match error {

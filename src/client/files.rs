@@ -1,9 +1,9 @@
 //! Files as sources of shards.
 #![allow(clippy::disallowed_methods)] // a trainer's files lie outside any store
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use crate::pipeline::save::Source;
@@ -12,27 +12,96 @@ use crate::pipeline::save::Source;
 #[derive(Debug)]
 pub struct FileSource {
     file: File,
+    opened_as: Look,
+    may_change: bool,
+}
+
+/// What changes with a file's bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Look {
     len_bytes: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Look {
+    fn at(metadata: &Metadata) -> Self {
+        Self {
+            len_bytes: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
 }
 
 impl FileSource {
-    /// Opens a regular file.
+    /// Opens a regular file that has a length: those of `/proc` say that they have none, and have bytes.
     pub fn open(path: &Path) -> io::Result<Self> {
+        let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         let file = File::open(path)?;
         let metadata = file.metadata()?;
         if !metadata.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+            return refuse("not a regular file");
         }
-        Ok(Self { file, len_bytes: metadata.len() })
+        if metadata.len() == 0 && file.read_at(&mut [0], 0)? > 0 {
+            return refuse("it has bytes and says that its length is 0: copy it to a disk first");
+        }
+        Ok(Self { file, opened_as: Look::at(&metadata), may_change: false })
+    }
+
+    /// The same file, saved also when it changes meanwhile: some of its bytes may then be older than others.
+    pub fn allow_changing(self) -> Self {
+        Self { may_change: true, ..self }
+    }
+
+    /// Whether its length or its times are others than when it was opened.
+    pub fn has_changed(&self) -> io::Result<bool> {
+        Ok(Look::at(&self.file.metadata()?) != self.opened_as)
     }
 }
 
 impl Source for FileSource {
     fn len_bytes(&self) -> u64 {
-        self.len_bytes
+        self.opened_as.len_bytes
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(out, offset)
+    }
+
+    fn is_unchanged(&self) -> io::Result<bool> {
+        Ok(self.may_change || !self.has_changed()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_written_to_or_cut_is_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        for change in [b"other".as_slice(), b"cut", b"longer than it was"] {
+            fs::write(&path, "bytes").unwrap();
+            let source = FileSource::open(&path).unwrap();
+            assert!(source.is_unchanged().unwrap());
+            // Times of some file systems are coarse.
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            fs::write(&path, change).unwrap();
+            assert!(!source.is_unchanged().unwrap());
+            assert!(source.allow_changing().is_unchanged().unwrap());
+        }
+    }
+
+    #[test]
+    fn a_file_without_a_length_is_refused_and_an_empty_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("empty"), "").unwrap();
+        assert_eq!(FileSource::open(&folder.path().join("empty")).unwrap().len_bytes(), 0);
+        let refused = FileSource::open(Path::new("/proc/self/status")).unwrap_err().to_string();
+        assert!(refused.contains("its length is 0"), "{refused}");
     }
 }

@@ -422,6 +422,16 @@ impl Saving {
         let work: Vec<_> = work.collect();
         let hashes: Vec<[u8; 32]> =
             stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
+        let source = shard.source.clone();
+        let unchanged = self.client.inner.workers.run(move || source.is_unchanged()).await?;
+        let name = shard.name.to_string();
+        match unchanged {
+            Ok(true) => {}
+            Ok(false) => return Err(SaveError::Changed { shard: name }.into()),
+            Err(source) => {
+                return Err(SaveError::Source { shard: name, offset: len_bytes, source }.into());
+            }
+        }
         let root = ShardRoot {
             job: self.job.clone(),
             step: self.step,

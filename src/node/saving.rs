@@ -10,6 +10,7 @@ use super::Node;
 use super::failure::failure;
 use super::gateway::not_committed;
 use super::quorum::majority;
+use super::waits::look;
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{
     Written, checkpoint_key, read, root_key, roots_prefix, state_key, update, write,
@@ -120,8 +121,9 @@ impl Node {
                 Some(Writing::Open { lease: other, .. })
                     if catalogue.lease_touch(other, false).await? =>
                 {
+                    let gone = (self.settings.lease + look(self.settings.lease)).as_secs() + 1;
                     let text = format!(
-                        "{}/{} is being saved by another client: wait for it, or save another step",
+                        "{}/{} is being saved by another client: wait for it (one that is gone is given up within {gone} s), or save another step",
                         call.job, call.step
                     );
                     return Err(failure(Kind::Exists, text));

@@ -56,6 +56,11 @@ pub trait Source: Send + Sync + 'static {
     fn bytes_at(&self, _offset: u64, _len: usize) -> Option<Bytes> {
         None
     }
+
+    /// Whether it is what it was when it was opened, as far as it can tell; asked when all of it has been read.
+    fn is_unchanged(&self) -> io::Result<bool> {
+        Ok(true)
+    }
 }
 
 impl Source for Bytes {

@@ -195,6 +195,14 @@ impl Node {
         served: &mut Served,
         answer: Result<C, Failure>,
     ) -> bool {
+        // Paths are the same on every machine: who asked has to know whose disk it is.
+        let answer = answer.map_err(|failure| match failure.kind {
+            Kind::Io => {
+                let message = format!("node {}: {}", self.settings.name, failure.message);
+                Failure { message, ..failure }
+            }
+            _ => failure,
+        });
         let bytes = match answer_to_bytes(&answer) {
             Ok(bytes) => bytes,
             Err(error) => match answer_to_bytes::<()>(&Err(error.into())) {

@@ -82,7 +82,8 @@ impl DiskError {
         match self {
             Self::NotFound { .. } => Kind::NotFound,
             Self::Exists { .. } | Self::InUse { .. } => Kind::Exists,
-            Self::Full { .. } => Kind::Busy,
+            // Waiting does not help: somebody has to free space.
+            Self::Full { .. } => Kind::Io,
             Self::Short { .. } => Kind::Corrupt,
             Self::Path { .. } => Kind::Invalid,
             Self::Io { .. } => Kind::Io,

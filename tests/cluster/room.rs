@@ -84,3 +84,26 @@ async fn above_the_mark_a_lost_replica_is_made_again_and_archived() {
     world.assert_swept(&client).await;
     world.assert_idle().await;
 }
+
+/// A foreign file takes the last byte of one node's disk.
+#[tokio::test(start_paused = true)]
+async fn an_archiving_that_meets_a_full_disk_ends_at_once_and_names_the_node() {
+    let world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let client = world.client_of(0);
+    let bytes = content(1_000_000, 1);
+    save(&client, 1, &[("a", &bytes)]).await;
+    let disk = world.machines[3].disk.clone();
+    disk.set_capacity(used_bytes(&*disk));
+    let began = tokio::time::Instant::now();
+    let chain = options(PlanChoice::Chain);
+    let refused = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await.unwrap_err();
+    let text = refused.to_string();
+    assert!(text.contains("node03") && text.contains("no space left"), "{text}");
+    assert!(text.contains("free some"), "{text}");
+    assert!(began.elapsed().as_secs() < 30, "{:?}: {text}", began.elapsed());
+    let (out, _) = restore(&client, 1).await.unwrap();
+    assert!(read_file(&*out, "a") == bytes);
+    // Somebody makes room, and a daemon goes on by itself.
+    disk.set_capacity(1 << 30);
+    world.until("archived", || world.catalogue_keys("a/").is_empty()).await;
+}

@@ -127,6 +127,13 @@ impl Hosting {
         *self.state() = State::No(Some(why));
     }
 
+    /// Somebody took the map away under the running daemon: it answers as long as the process lives, and nothing that it writes lasts.
+    fn is_lost(&self) {
+        let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; make it again with `rapidraid catalogue rebuild`";
+        tracing::error!(why, "standing down");
+        *self.state() = State::Without(why.to_owned());
+    }
+
     /// From here on this daemon serves `local`.
     pub(super) fn serve(&self, local: Arc<LocalCatalogue>) {
         *self.state() = State::Here(local);
@@ -177,6 +184,10 @@ impl Node {
                 self.clock.sleep(self.settings.lease).await;
                 continue;
             };
+            if self.hosting.maps().is_gone() {
+                self.hosting.is_lost();
+                continue;
+            }
             let hears = self.hears_enough(&local).await;
             missed = if hears { 0 } else { missed + 1 };
             if local.is_read_only() && hears {

@@ -79,6 +79,9 @@ pub trait Maps: Send + Sync + 'static {
 
     /// A new and empty map; one that is there is moved aside.
     fn fresh(&self) -> Result<Arc<dyn Kv>, KvError>;
+
+    /// Nothing is in the map's place any more: what is open of it ends with this process.
+    fn is_gone(&self) -> bool;
 }
 
 /// Changes that are made together or not at all.

@@ -150,6 +150,10 @@ impl Maps for SledMaps {
         }
         self.open()
     }
+
+    fn is_gone(&self) -> bool {
+        !self.path.exists()
+    }
 }
 
 fn io_error(op: &'static str, path: &Path, source: std::io::Error) -> KvError {

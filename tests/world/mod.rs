@@ -101,6 +101,10 @@ impl Maps for SlotMaps {
         self.slot.set(Some(map.clone()));
         Ok(self.powered(map))
     }
+
+    fn is_gone(&self) -> bool {
+        self.slot.get().is_none()
+    }
 }
 
 pub struct World {

@@ -8,6 +8,8 @@ mod machine;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 
+use rapidraid::format::envelope::{RecordKind, seal_record};
+
 use machine::{Cluster, Daemon, bytes, free_ports, program, run, tree};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -516,7 +518,9 @@ fn a_daemon_refuses_what_would_hurt_and_stops_when_told() {
     let port = port.trim_end_matches('"').rsplit(':').next().unwrap();
     let taken = format!("listen=127.0.0.1:{port}");
     start(2, &["--set", &taken]).ended().fails(1, &[port]);
-    start(1, &["--set", "listen=127.0.0.1:0"]).ended().fails(1, &["locked by another process"]);
+    start(1, &["--set", "listen=127.0.0.1:0"])
+        .ended()
+        .fails(1, &["locked by another process", "pgrep"]);
 
     first.signal(Signal::TERM);
     let ended = first.ended();
@@ -524,6 +528,15 @@ fn a_daemon_refuses_what_would_hurt_and_stops_when_told() {
     let again = start(1, &[]).ready();
     again.signal(Signal::INT);
     assert_eq!(again.ended().code, 0);
+
+    let id = cluster.path("cluster/nodes/n1/data/node.id");
+    let whole = std::fs::read(&id).unwrap();
+    std::fs::write(&id, &whole[..9]).unwrap();
+    start(1, &[]).ended().fails(1, &["starting version=", "restore node.id from a copy"]);
+    let later = seal_record(RecordKind::NodeIdentity, 2, &[7u8; 30]).unwrap();
+    std::fs::write(&id, later).unwrap();
+    start(1, &[]).ended().fails(2, &["node.id", "version 2", "a later release wrote it"]);
+    std::fs::write(&id, whole).unwrap();
     let orphan = start(1, &["--set", "log.format=json"]);
     let mut orphan = orphan;
     drop(orphan.child.stdin.take());

@@ -13,8 +13,10 @@ use super::table::Paint;
 use super::{Front, Outcome, connect, files, log};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{LogFormat, MAX_FILE_BYTES, NodeConfig, Sources};
+use crate::format::FormatError;
 use crate::kind::Kind;
-use crate::node::Daemon;
+use crate::node::{Daemon, NodeError};
+use crate::store::{DiskError, StoreError};
 
 /// How long a daemon may take to stop before it is left as after a crash, which it survives.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
@@ -29,6 +31,27 @@ impl Answer for Stopped {
     fn text(&self, _: Paint) -> String {
         String::new()
     }
+}
+
+/// A daemon that does not start needs another hint than a command that failed.
+fn not_started(error: &NodeError) -> Failure {
+    let failure = Failure::of(error.kind(), error);
+    let hint = match error {
+        NodeError::Store(StoreError::Disk(DiskError::InUse { .. })) => {
+            "another daemon runs on this folder: `pgrep -af 'rapidraid node'` shows which; stop it, or set `data` to another folder"
+        }
+        NodeError::Store(StoreError::NoIdentity) => {
+            "restore node.id from a copy; without one move the folder away and start with an empty one: it catches up from the others, which have what it held"
+        }
+        NodeError::Store(StoreError::Format { source: FormatError::Version { .. }, .. }) => {
+            "a later release wrote it: start that release, or a later one, on this folder"
+        }
+        NodeError::Store(StoreError::Format { path, .. }) if path == "node.id" => {
+            "restore node.id from a copy; without one move the folder away and start with an empty one: it catches up from the others, which have what it held"
+        }
+        _ => return failure,
+    };
+    failure.with_hint(hint)
 }
 
 /// The command. It returns when the daemon has stopped.
@@ -48,7 +71,7 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     let format = config.log_format;
     let mut gone = options.stop_at_eof.then(end_of_stdin);
     let daemon = Daemon::start(config, identity).await;
-    let daemon = daemon.map_err(|error| Failure::of(error.kind(), &error))?;
+    let daemon = daemon.map_err(|error| not_started(&error))?;
     let (address, pid) = (daemon.local_addr(), std::process::id());
     match format {
         LogFormat::Text => {

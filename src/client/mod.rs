@@ -266,7 +266,7 @@ impl Client {
         let clock = self.caller().clock();
         let mut seeds = self.inner.seeds.iter().cloned();
         let (mut asked, mut wave) = (FuturesUnordered::new(), FIRST_SEEDS);
-        let mut reason = String::from("no seeds are configured");
+        let (mut reason, mut denied) = (String::from("no seeds are configured"), None);
         loop {
             asked.extend(seeds.by_ref().take(wave).map(ask));
             wave *= 2;
@@ -285,10 +285,15 @@ impl Client {
                         self.set_gateway(Some(gateway.clone()));
                         return Ok(gateway);
                     }
+                    // A certificate that has expired, say: that more daemons are started does not help.
+                    Err(error) if error.kind() == Kind::Denied => denied = Some(error),
                     Err(error) => reason = error.to_string(),
                 }
             }
             if asked.is_empty() && !more {
+                if let Some(denied) = denied {
+                    return Err(denied.into());
+                }
                 return Err(ClientError::Unreachable { seeds: listed(&self.inner.seeds), reason });
             }
         }

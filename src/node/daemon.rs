@@ -121,6 +121,7 @@ impl Daemon {
     /// Starts the daemon of `config`, as `identity`.
     pub async fn start(config: NodeConfig, identity: Identity) -> Result<Self, NodeError> {
         let membership = &config.membership;
+        tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %membership.name, "starting");
         if *identity.name() != membership.name || identity.cluster() != membership.cluster {
             let name = |name, cluster| format!("{name} of cluster {cluster}");
             return Err(NodeError::Identity {

@@ -590,17 +590,3 @@ async fn members_that_nobody_knows_keep_a_rebuild_from_going_on() {
     assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("known to none"), "{refused}");
 }
-
-#[tokio::test(start_paused = true)]
-async fn a_map_that_is_taken_away_under_its_daemon_is_missed() {
-    let world = World::start(6, &[(4, 2)], BLOCK).await;
-    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
-    world.machines[0].catalogue.set(None);
-    world.until("a home that serves nothing", || !world.nodes[&0].serves()).await;
-    let status = world.client_of(1).status().await.unwrap();
-    let home = status.nodes.iter().find(|node| node.view.node.name == world.machines[0].name);
-    let notes = &home.unwrap().held.as_ref().unwrap().notes;
-    assert!(notes.iter().any(|note| note.contains("was removed while")), "{notes:?}");
-    rebuild_on(&world.client_of(1), 2, false).await.unwrap();
-    assert_exact(&world.client_of(3), 1).await;
-}

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use rapidraid::client::Client;
-use rapidraid::format::records::{CommitMark, Record, RemoveReason, Tombstone};
+use rapidraid::format::records::{CommitMark, Record, RemoveReason, Standing, Tombstone};
 use rapidraid::id::{Epoch, Generation, ShardId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
@@ -406,4 +406,29 @@ async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
     }
     let (out, _) = restore(&world.client_of(2), 1).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
+    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    client.remove(&job(), Step(1)).await.unwrap();
+    world.until("forgotten", || world.catalogue_keys("nothing").is_empty()).await;
+    world.kill(5).await;
+    tokio::time::sleep(8 * world.lease).await;
+    let name = world.machines[5].name.clone();
+    client.remove_node(&name).await.unwrap();
+    // It registers, and nobody tells it what was removed.
+    for other in 1..=4 {
+        world.network.partition(&address(5), &address(other));
+    }
+    world.boot(5);
+    world.until_live(5).await;
+    tokio::time::sleep(3 * world.lease).await;
+    assert_eq!(world.nodes[&5].store().standing(), Standing::Behind);
+    for other in 1..=4 {
+        world.network.heal(&address(5), &address(other));
+    }
+    world.until_caught_up().await;
 }

@@ -7,6 +7,7 @@
 mod connection;
 mod crypto;
 mod limits;
+mod refused;
 mod reset;
 mod socket;
 
@@ -29,6 +30,7 @@ use crate::clock::{Clock, deadline};
 use crate::id::ClusterId;
 use crate::kind::Kind;
 use connection::{QuicConnection, connection_error};
+use refused::Refused;
 
 /// How long connecting may take: resolving, and then all addresses of the host together.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
@@ -91,6 +93,7 @@ impl QuicTransport {
             clock: transport.clock.clone(),
             max_connections: limits.max_connections as usize,
             node_window: limits.connection_window_bytes.into(),
+            refused: Arc::new(Refused::new(transport.clock.clone())),
             ready: sender,
         };
         let task = tokio::spawn(admission.run());
@@ -265,6 +268,7 @@ struct Admission {
     clock: Arc<dyn Clock>,
     max_connections: usize,
     node_window: VarInt,
+    refused: Arc<Refused>,
     ready: mpsc::Sender<Admitted>,
 }
 
@@ -279,7 +283,7 @@ impl Admission {
             let permit = running.clone().try_acquire_owned();
             let full = self.endpoint.open_connections() >= self.max_connections;
             let (Ok(permit), false) = (permit, full) else {
-                tracing::warn!(%from, "connection refused: too many at once");
+                self.refused.note(from, &"too many at once");
                 incoming.refuse();
                 continue;
             };
@@ -291,7 +295,7 @@ impl Admission {
                 continue;
             }
             let (cluster, clock, ready) = (self.cluster, self.clock.clone(), self.ready.clone());
-            let window = self.node_window;
+            let (window, refused) = (self.node_window, self.refused.clone());
             let (endpoint, max_clients) = (self.endpoint.clone(), self.max_connections / 4 * 3);
             handshakes.spawn(async move {
                 let admit = async {
@@ -309,8 +313,8 @@ impl Admission {
                         // Fails only when the transport is gone.
                         let _ = ready.send(Admitted { connection, _permit: permit }).await;
                     }
-                    Ok(Err(error)) => tracing::info!(%from, %error, "connection refused"),
-                    Err(elapsed) => tracing::info!(%from, %elapsed, "handshake given up"),
+                    Ok(Err(error)) => refused.note(from, &error),
+                    Err(elapsed) => refused.note(from, &elapsed),
                 }
             });
         }

@@ -246,10 +246,11 @@ impl Director {
         });
     }
 
-    /// Turns a bit of a block or piece.
+    /// Turns a bit of a block, a piece or a commit mark.
     fn rot(&mut self, pick: u64) {
         let machine = self.rotten;
-        let mut files = self.world.files(|path| path.ends_with(".rep") || path.ends_with(".pc"));
+        let rots = [".rep", ".pc", "/commit"];
+        let mut files = self.world.files(|path| rots.iter().any(|end| path.ends_with(end)));
         files.retain(|(at, _)| *at == machine);
         let coin = SeededEntropy::new(pick);
         let disk = &self.world.machines[machine].disk;

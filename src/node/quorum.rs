@@ -90,7 +90,8 @@ impl Quorum {
         let standing = |name: &PeerName| self.standings.get(name).filter(|_| heard(name)).copied();
         let mut too_few = TooFew {
             storage: self.storage.len(),
-            may_miss: self.may_miss,
+            // Whatever the codes are: less than half is what another rebuild may reach, too.
+            may_miss: self.may_miss.min(self.storage.len().saturating_sub(1) / 2),
             caught_up: 0,
             silent: Vec::new(),
             behind: Vec::new(),
@@ -104,7 +105,7 @@ impl Quorum {
             }
         }
         let missing = too_few.silent.len() + too_few.behind.len();
-        match too_few.caught_up >= majority(self.storage.len()) || missing <= self.may_miss {
+        match too_few.caught_up >= majority(self.storage.len()) || missing <= too_few.may_miss {
             true => Ok(()),
             false => Err(too_few),
         }
@@ -263,5 +264,9 @@ mod tests {
         answers[0].1.standing = Standing::Behind;
         let refused = check(&answers).unwrap_err();
         assert!(refused.contains("at most 1 may be"), "{refused}");
+        // A code for which there are not enough nodes says nothing about half of them.
+        let mut few = Quorum::new(&members[..4], &answers[1..3]);
+        few.bound([(16, 11)]);
+        assert!(few.check(|_| true).is_err());
     }
 }

@@ -91,7 +91,7 @@ impl Node {
         let epoch = latest.max(self.store.epoch()).next();
         let generation = Generation { epoch, counter: 0 };
         let reached = been_here(heard);
-        enough(&members, &reached, accept_loss)?;
+        refuse_without_storage(&members)?;
         // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
         let preview = self.census(&storage(&reached), generation).await?;
         self.check_census(&preview, &members, &reached, accept_loss).await?;
@@ -101,7 +101,6 @@ impl Node {
         let fresh = self.fresh_map().await?;
         let map = MapId(self.entropy.id());
         let claimed = self.claim_all(&reached, epoch, map).await?;
-        enough(&members, &claimed, accept_loss)?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
         // Again, now that nothing of an older epoch is taken any more.
         about_to(Stage::Census, epoch);
@@ -408,28 +407,13 @@ pub(super) fn without<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-/// Refuses when another rebuild could reach as many nodes beside this one.
-fn enough(
-    members: &[NodeRecord],
-    reached: &[NodeRecord],
-    accept_loss: bool,
-) -> Result<(), Failure> {
+fn refuse_without_storage(members: &[NodeRecord]) -> Result<(), Failure> {
     let all = members.iter().filter(|node| node.storage).count();
     if all == 0 {
         let text = "this daemon knows no storage node: rebuild on another one";
         return Err(failure(Kind::Unavailable, text));
     }
-    let missing: Vec<&str> = without(members, reached).map(|node| node.name.as_str()).collect();
-    let found = all - missing.len();
-    if accept_loss || found >= majority(all) {
-        return Ok(());
-    }
-    let text = format!(
-        "{found} of {all} storage nodes are reached, a rebuild needs {}: start {}, or use --accept-loss",
-        majority(all),
-        missing.join(", ")
-    );
-    Err(failure(Kind::Unavailable, text))
+    Ok(())
 }
 
 /// The first shard whose receipts leave a doubt, and of whose ring more is missing than they can do without; and who is missing.

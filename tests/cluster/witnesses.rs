@@ -9,7 +9,7 @@ use rapidraid::id::{Epoch, Generation, ShardId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
 use rapidraid::store::{Disk, Scope};
-use rapidraid::wire::calls::{Commit, PlanChoice, PutTombstone, Seal};
+use rapidraid::wire::calls::{Commit, PlanChoice, PutMark, PutTombstone, Seal};
 
 use crate::world::raw::empty_root;
 use crate::world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
@@ -205,7 +205,10 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    let shard = client.show(&job(), Some(Step(2))).await.unwrap().shards[0].0.shard;
+    let mark = world.nodes[&5].store().get_small(Scope::Shard(shard), "commit").unwrap().unwrap();
     client.remove(&job(), Step(2)).await.unwrap();
+    world.until("forgotten", || world.catalogue_keys("nothing").is_empty()).await;
     world.kill(0).await;
     world.kill(5).await;
     world.replace(5);
@@ -227,6 +230,11 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     }
     world.until_live(5).await;
     world.until_caught_up().await;
+    // A gateway that was paused since before the removal sends its mark.
+    let node = world.voice(Role::Node, "node00");
+    let late = PutMark { bytes: mark, epoch: Epoch(1) };
+    let refused = node.ask(&world.node_address(5), &late).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::Fenced, "{refused}");
     for index in [0, 3, 4] {
         world.kill(index).await;
     }

@@ -156,6 +156,17 @@ pub fn remove_file(path: &Path) {
     let _ = fs::remove_file(path);
 }
 
+/// Puts a whole file with this text in the place of the one that is there. Two that do so at once leave one of both.
+pub fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(format!(".{}", std::process::id()));
+    let replaced = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
+    if replaced.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    replaced
+}
+
 /// Removes a folder, if nothing is in it.
 pub fn remove_empty_folder(path: &Path) {
     let _ = fs::remove_dir(path);

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::files;
 use crate::client::Client;
 use crate::clock::{SystemClock, deadline};
 use crate::config::{HostPort, MAX_FILE_BYTES};
@@ -25,7 +26,7 @@ fn path(config: &Path) -> PathBuf {
 
 /// The addresses that are kept beside `config`.
 pub fn read(config: &Path) -> Vec<HostPort> {
-    let text = super::files::read_text(&path(config), MAX_FILE_BYTES).unwrap_or_default();
+    let text = files::read_text(&path(config), MAX_FILE_BYTES).unwrap_or_default();
     text.lines().take(MAX_KNOWN).filter_map(|line| line.parse().ok()).collect()
 }
 
@@ -44,15 +45,13 @@ pub async fn learn(client: &Client, config: &Path) {
     if text.is_empty() {
         return;
     }
-    // Two commands may write at once: each replaces the file by a whole one.
-    let temporary = path.with_file_name(format!("{FILE}.{}", std::process::id()));
-    if fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, &path)).is_err() {
-        super::files::remove_file(&temporary);
-    }
+    let _ = files::replace(&path, &text);
 }
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::disallowed_methods)] // makes the file that is read
+
     use super::*;
 
     #[test]

@@ -162,7 +162,7 @@ impl Answer for Shown {
         }
         let with_stripes = report.shards.iter().find(|(_, state)| !state.runs.is_empty());
         if let Some((root, state)) = with_stripes {
-            out.push_str(&format!("\nStripe 1 of {}\n\n", shown(root.name.as_str())));
+            out.push_str(&format!("\nStripe 0 of {}\n\n", shown(root.name.as_str())));
             out.push_str(&picture::map(&holdings(root, state, 0, &report.nodes), self.style));
         }
         if view.by_marks {

@@ -177,11 +177,9 @@ fn stripe_json(report: &StripeReport) -> Value {
         .hops
         .iter()
         .map(|hop| {
-            // Pieces count from 1 where people see them.
-            let pieces: Vec<u32> = hop.pieces.iter().map(|piece| u32::from(*piece) + 1).collect();
             let HopWork { in_bytes, out_bytes, span_us, times, .. } = &hop.work;
             json!({
-                "node": hop.node, "pieces": pieces, "in_bytes": in_bytes, "out_bytes": out_bytes,
+                "node": hop.node, "pieces": hop.pieces, "in_bytes": in_bytes, "out_bytes": out_bytes,
                 "start_us": span_us.0, "end_us": span_us.1, "waited_upstream_us": times.upstream_us,
                 "queued_us": times.queued_us, "computed_us": times.computed_us, "disk_us": times.disk_us,
                 "waited_downstream_us": times.downstream_us,

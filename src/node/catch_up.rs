@@ -277,7 +277,7 @@ impl Node {
     }
 
     pub(super) async fn damaged_marks(&self) -> Result<Vec<SaveId>, Failure> {
-        let damaged = self.on_store(|store| inventory::damaged_marks(store)).await?;
+        let damaged = self.on_store(inventory::damaged_marks).await?;
         if damaged.len() > MAX_DAMAGED {
             let text = format!("commit marks of {} saves do not parse here", damaged.len());
             return Err(failure(Kind::Corrupt, text));

@@ -159,7 +159,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
             let error = ended.unwrap_err();
             assert!(matches!(error.kind(), Kind::Lost | Kind::Corrupt), "{damages:?}: {error}");
             let text = error.to_string();
-            assert!(text.contains("no good replica of block 3"), "{damages:?} {plan:?}: {text}");
+            assert!(text.contains("no good replica of block 2"), "{damages:?} {plan:?}: {text}");
             let after: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
             assert_eq!(after, before, "{damages:?}");
             // The other stripe is archived all the same.
@@ -172,7 +172,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
             );
             let error = restore_error(&client, 1).await;
             assert_eq!(error.kind(), Kind::Lost, "{error}");
-            assert!(error.to_string().contains("block 3"), "{error}");
+            assert!(error.to_string().contains("block 2"), "{error}");
             world.assert_idle().await;
         }
     }

@@ -64,8 +64,7 @@ async fn archived(world: &World, step: u64) {
 }
 
 async fn sixteen() -> World {
-    let world = World::start(NODES, &[(16, 11), (12, 8), (6, 4)], BLOCK).await;
-    world
+    World::start(NODES, &[(16, 11), (12, 8), (6, 4)], BLOCK).await
 }
 
 /// Nodes with a good mark of the step's save.

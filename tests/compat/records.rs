@@ -221,16 +221,16 @@ fn folder_record(name: &str, path: &'static str) -> Case {
         let store = open(&disk)?;
         match path {
             "epoch" => Ok(store.epoch() == SEEN),
-            "catch-up" => match {
+            "catch-up" => {
                 // A new folder begins with a record of its own.
                 disk.remove(path).unwrap();
                 disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
-                store.caught_up_as()
-            } {
                 // One that does not open says that the node is behind.
-                None => Err(Kind::Corrupt),
-                Some(revision) => Ok(revision == REVISION),
-            },
+                match store.caught_up_as() {
+                    None => Err(Kind::Corrupt),
+                    Some(revision) => Ok(revision == REVISION),
+                }
+            }
             "heard" => {
                 store.claim_epoch(SEEN, MAP, home).unwrap();
                 // One that does not open is none.

@@ -121,7 +121,7 @@ pub(super) fn judge(
     }
     let unproven = |piece: u8, why: String| ArchiveError::Unproven {
         stripe: plan.stripe,
-        what: format!("piece {}{why}", u32::from(piece) + 1),
+        what: format!("piece {piece}{why}"),
     };
     let mut pieces = Vec::with_capacity(shard.code.n());
     for piece in 0..shard.code.n() as u8 {

@@ -68,7 +68,7 @@ impl Coordinator {
         if let Some(block) = missing(&held) {
             let silent = held.iter().filter(|(_, files)| files.is_none());
             let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
-            let block = block as u32 + 1;
+            let block = block as u32;
             return Err(match silent.is_empty() {
                 true => ArchiveError::BlockLost { stripe, block },
                 false => ArchiveError::Away { stripe, block, silent: silent.join(", ") },
@@ -95,7 +95,7 @@ impl Coordinator {
             }
         }
         for (node, block, from) in fetches {
-            tracing::info!(%stripe, block = block + 1, from = directory.name(from), to = directory.name(node), "making a replica again");
+            tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "making a replica again");
             self.fetch(shard, info, directory, node, block, from).await?;
         }
         if places != info.places {

@@ -133,7 +133,7 @@ impl Wanted<'_> {
                     if !files.is_some_and(|files| {
                         files.iter().any(|view| view.file == file && view.root == piece.root)
                     }) {
-                        let (number, node) = (piece.piece + 1, directory.name(piece.node));
+                        let (number, node) = (piece.piece, directory.name(piece.node));
                         missing.push(format!(
                             "piece {number} (node {node} {})",
                             gone(piece.node, file)
@@ -161,7 +161,7 @@ impl Wanted<'_> {
                         let nodes: Vec<String> = nodes
                             .map(|&node| format!("{} {}", directory.name(node), gone(node, file)))
                             .collect();
-                        missing.push(format!("block {} ({})", block + 1, nodes.join(", ")));
+                        missing.push(format!("block {block} ({})", nodes.join(", ")));
                     }
                 }
                 "one replica of each block".into()

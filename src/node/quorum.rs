@@ -116,7 +116,8 @@ impl Quorum {
 pub(super) fn is_on_latest_list(answers: &[(NodeRecord, StandingAnswer)], name: &PeerName) -> bool {
     let lists = answers.iter().map(|(_, answer)| answer);
     let lists = lists.filter(|answer| !answer.listed.is_empty());
-    let latest = lists.max_by_key(|answer| (answer.epoch, answer.revision));
+    // Not by epoch: a claim raises that, and brings no list.
+    let latest = lists.max_by_key(|answer| answer.revision);
     latest.is_none_or(|latest| latest.listed.contains(name))
 }
 
@@ -156,7 +157,7 @@ impl Node {
     pub(super) async fn standing(&self) -> Result<StandingAnswer, Failure> {
         self.on_store(|store| {
             // The list was noted before the revision: it is at least as new as this says.
-            let (epoch, revision) = (store.epoch(), store.revision());
+            let (epoch, revision) = (store.epoch(), store.list_revision());
             let nodes = store.members().unwrap_or_default().nodes;
             let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
             let (standing, listed) = (store.standing(), listed.collect());

@@ -31,6 +31,12 @@ impl Store {
         heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
     }
 
+    /// The last revision of the catalogue that this node has heard of, of whichever map: they grow from map to map. Its list of nodes is at
+    /// least as new. 0 when it has heard of none.
+    pub fn list_revision(&self) -> u64 {
+        self.heard().map_or(0, |heard| heard.revision)
+    }
+
     /// Notes durably that `map` had come to `revision`. A lower one is no news.
     pub fn note_revision(&self, map: MapId, revision: u64) -> Result<(), StoreError> {
         // One writer at a time; those who ask meanwhile do not wait for the disk.

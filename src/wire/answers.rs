@@ -43,7 +43,7 @@ pub struct StandingAnswer {
     pub standing: Standing,
     /// The highest epoch it knows.
     pub epoch: Epoch,
-    /// The last change of that epoch's map that it has heard of.
+    /// The last change of the catalogue that it has heard of, of whichever map.
     pub revision: u64,
     /// The storage nodes that were registered then.
     pub listed: Vec<PeerName>,

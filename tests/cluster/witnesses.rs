@@ -439,3 +439,27 @@ async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
     }
     world.until_caught_up().await;
 }
+
+/// A rebuild has its nodes claim an epoch before it looks at their lists for the last time.
+#[tokio::test(start_paused = true)]
+async fn the_list_that_counts_is_the_latest_one_also_after_a_claim() {
+    let mut world = World::start(7, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    world.kill(6).await;
+    tokio::time::sleep(8 * world.lease).await;
+    client.remove_node(&world.machines[6].name).await.unwrap();
+    tokio::time::sleep(world.lease).await;
+    // Node 7 goes with a list on which node 6 is not.
+    world.kill(7).await;
+    world.boot(6);
+    world.until_live(6).await;
+    world.until_caught_up().await;
+    tokio::time::sleep(world.lease).await;
+    for index in 0..=3 {
+        world.kill(index).await;
+    }
+    world.boot(7);
+    let on = Address { host_port: address(4), node: None };
+    let rebuilt = world.client_of(4).rebuild_catalogue(Some(&on), false).await.unwrap();
+    assert_eq!(rebuilt.missing.len(), 3, "{rebuilt:?}");
+}

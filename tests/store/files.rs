@@ -163,7 +163,7 @@ fn a_full_disk_is_noticed_before_the_first_byte() {
     let (store, _) = open(&disk);
     write_block(&store, &content(6 * G)).unwrap();
     let error = store.write_piece(piece_spec(6 * G)).err().unwrap();
-    assert_eq!(error.kind(), Kind::Busy);
+    assert_eq!(error.kind(), Kind::Io);
     assert_eq!(disk.list("tmp").unwrap(), []);
     disk.set_capacity(20 * G as u64);
     write_piece(&store, &content(6 * G)).unwrap();

@@ -41,13 +41,13 @@ fn not_started(error: &NodeError) -> Failure {
             "another daemon runs on this folder: `pgrep -af 'rapidraid node'` shows which; stop it, or set `data` to another folder"
         }
         NodeError::Store(StoreError::NoIdentity) => {
-            "restore node.id from a copy; without one move the folder away and start with an empty one: it catches up from the others, which have what it held"
+            "restore node.id from a copy; without one keep the folder aside and start with an empty one: its replicas and pieces count as lost then"
         }
         NodeError::Store(StoreError::Format { source: FormatError::Version { .. }, .. }) => {
             "a later release wrote it: start that release, or a later one, on this folder"
         }
         NodeError::Store(StoreError::Format { path, .. }) if path == "node.id" => {
-            "restore node.id from a copy; without one move the folder away and start with an empty one: it catches up from the others, which have what it held"
+            "restore node.id from a copy; without one keep the folder aside and start with an empty one: its replicas and pieces count as lost then"
         }
         _ => return failure,
     };

@@ -267,6 +267,7 @@ impl Client {
         let mut seeds = self.inner.seeds.iter().cloned();
         let (mut asked, mut wave) = (FuturesUnordered::new(), FIRST_SEEDS);
         let (mut reason, mut denied) = (String::from("no seeds are configured"), None);
+        let mut is_silent = false;
         loop {
             asked.extend(seeds.by_ref().take(wave).map(ask));
             wave *= 2;
@@ -287,11 +288,15 @@ impl Client {
                     }
                     // A certificate that has expired, say: that more daemons are started does not help.
                     Err(error) if error.kind() == Kind::Denied => denied = Some(error),
-                    Err(error) => reason = error.to_string(),
+                    Err(error) => {
+                        reason = error.to_string();
+                        is_silent = true;
+                    }
                 }
             }
             if asked.is_empty() && !more {
-                if let Some(denied) = denied {
+                // Where others do not answer at all it may pass.
+                if let Some(denied) = denied.filter(|_| !is_silent) {
                     return Err(denied.into());
                 }
                 return Err(ClientError::Unreachable { seeds: listed(&self.inner.seeds), reason });

@@ -152,7 +152,7 @@ impl Maps for SledMaps {
     }
 
     fn is_gone(&self) -> bool {
-        !self.path.exists()
+        matches!(self.path.try_exists(), Ok(false))
     }
 }
 

@@ -378,7 +378,7 @@ fn a_save_waits_for_one_whose_client_was_killed_and_refuses_what_it_cannot_trust
     other.wait().unwrap();
     let saved = cluster.run("save job/1 small --replace --wait").ok();
     assert!(saved.err.contains("waiting for it") && saved.out.contains("saved"), "{saved:?}");
-    // What is committed is not waited for.
+    // A committed step is not waited for.
     cluster.run("save job/1 small --wait").fails(1, &["is committed"]);
 
     cluster.run("save job/2 /proc/self/status").fails(1, &["its length is 0"]);

@@ -233,7 +233,7 @@ impl StripeEvidence {
     }
 }
 
-/// What follows for a shard.
+/// The judgement of a shard: its state, and how far that can be relied on.
 struct Judged {
     state: ShardState,
     damaged: Vec<u32>,

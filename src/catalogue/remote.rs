@@ -112,8 +112,8 @@ impl RemoteCatalogue {
         }
     }
 
-    /// The home that was forgotten last, if it says that it serves the catalogue still: one that changes nothing refuses what changes, and
-    /// seeds that are gone are waited for.
+    /// Tries the home that was forgotten last. A read-only home refuses changes but still answers, and asking seeds that are gone takes
+    /// seconds. Returns it if it still serves the catalogue.
     async fn find_again(&self) -> Option<NodeAddress> {
         let previous = self.previous.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let hello = Hello { me: Some(self.me.clone()) };

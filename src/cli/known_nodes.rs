@@ -17,7 +17,7 @@ const FILE: &str = "known-nodes";
 const MAX_KNOWN: usize = 4096;
 /// Nodes are asked for again when the file is older than this.
 const FRESH: Duration = Duration::from_secs(600);
-/// Whoever wants something else of the cluster waits no longer for this.
+/// The longest that a command is held up by this question.
 const ASK_LIMIT: Duration = Duration::from_secs(2);
 
 fn path(config: &Path) -> PathBuf {

@@ -56,6 +56,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let (job, step) = (&options.step.job, options.step.step);
     let progress = transfer::watch(front, format!("save {}", options.step));
     let clock = SystemClock::new();
+    let mut began = clock.now();
     let how = SaveOptions { replace: options.replace };
     let mut saved = client.save(job, step, shards(), how, progress.clone()).await;
     if options.wait && is_being_saved(&client, &options, &saved).await {
@@ -64,10 +65,11 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
             .note(&format!("{} is being saved by another client: waiting for it", options.step));
         while clock.now() < MAX_WAIT && is_being_saved(&client, &options, &saved).await {
             clock.sleep(WAIT).await;
+            began = clock.now();
             saved = client.save(job, step, shards(), how, progress.clone()).await;
         }
     }
-    let took = clock.now();
+    let took = clock.now() - began;
     connect::close(&client).await;
     if let (Err(_), Some(path)) = (&saved, &options.record) {
         files::remove_file(path);
@@ -92,7 +94,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
         }
     }
     for ((name, _), source) in found.iter().zip(&sources) {
-        if source.has_changed().unwrap_or(true) {
+        if options.allow_changing && source.has_changed().unwrap_or(true) {
             front.printer.warn(
                 &format!("{name} changed while it was saved"),
                 "some of its bytes may be older than others",

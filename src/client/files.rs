@@ -16,7 +16,7 @@ pub struct FileSource {
     may_change: bool,
 }
 
-/// What changes with a file's bytes.
+/// A file's length and times: they change with its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Look {
     len_bytes: u64,

@@ -39,6 +39,7 @@ pub use error::ClientError;
 pub use index::Index;
 pub use output::RestoreRequest;
 pub use parts::{MemorySink, ReadRange};
+use reach::HELLO_LIMIT;
 pub use reach::{CatalogueReport, NodeReport};
 pub use restore::RestoreReport;
 pub use save::{SaveOptions, SaveReport};
@@ -76,6 +77,8 @@ const LONG_LIMIT: Duration = Duration::from_secs(120);
 /// Seeds that are asked first, and how long they have before more are asked.
 const FIRST_SEEDS: usize = 4;
 const NEXT_SEEDS: Duration = Duration::from_millis(250);
+/// Seeds that are asked at once.
+const MAX_ASKED: usize = 128;
 /// Addresses that an error names.
 const SHOWN_SEEDS: usize = 16;
 /// Rounds over all seeds before a call fails.
@@ -123,7 +126,7 @@ pub struct ShowReport {
     pub shards: Vec<(ShardRoot, ShardState)>,
     /// The nodes; those that answer are live, with a lease or without.
     pub nodes: Vec<NodeView>,
-    /// Nothing can be changed now, and why; only looked at when a node has no lease.
+    /// The reason why nothing can be changed now. Looked at only when a node has no lease.
     pub unchanged: Option<String>,
 }
 
@@ -132,7 +135,7 @@ pub struct ShowReport {
 pub struct StatusReport {
     /// Each node, and what it says.
     pub nodes: Vec<NodeReport>,
-    /// Who serves the catalogue, and whether it changes anything.
+    /// The state of the catalogue.
     pub catalogue: CatalogueReport,
     /// The highest epoch that was heard of.
     pub epoch: Epoch,
@@ -269,7 +272,7 @@ impl Client {
         let (mut reason, mut denied) = (String::from("no seeds are configured"), None);
         let mut is_silent = false;
         loop {
-            asked.extend(seeds.by_ref().take(wave).map(ask));
+            asked.extend(seeds.by_ref().take(wave.min(MAX_ASKED - asked.len())).map(ask));
             wave *= 2;
             let more = seeds.len() > 0;
             let next = clock.sleep(NEXT_SEEDS);
@@ -501,7 +504,10 @@ impl Client {
         let nodes = self.reports(self.known_nodes().await?).await;
         let hello = self.ask(&Hello { me: None }).await?;
         let policy = match &hello.catalogue {
-            Some(home) => self.caller().call(home, &PolicyStatus {}).await.ok(),
+            Some(home) => {
+                let to = address(home);
+                self.caller().call_within(&to, &PolicyStatus {}, HELLO_LIMIT).await.ok()
+            }
             None => None,
         };
         let catalogue = self.catalogue_report().await?;

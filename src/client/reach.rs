@@ -1,4 +1,4 @@
-//! Which nodes answer, asked of the nodes themselves: leases say nothing of it while the catalogue renews none.
+//! Asks the nodes themselves which of them answer: leases do not tell while the catalogue renews none.
 
 use std::time::Duration;
 
@@ -14,28 +14,28 @@ use crate::wire::calls::{
     CHANGES_NOTHING, Hello, HelloAnswer, NodeStatus, NodeStatusAnswer, NodeView, Nodes,
 };
 
-/// A node that does not say who it is within this does not answer.
-const HELLO_LIMIT: Duration = Duration::from_secs(3);
+/// A node that does not answer a hello within this counts as silent.
+pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(3);
 /// Nodes asked at once.
-const AT_ONCE: usize = 64;
+const AT_ONCE: usize = 256;
 
-/// A node, and what it says of itself.
+/// A node with its own answers.
 #[derive(Debug, Clone)]
 pub struct NodeReport {
     /// The node, and whether it has a lease.
     pub view: NodeView,
-    /// Who it says it is, if it answers.
+    /// Its answer to a hello, if it answers.
     pub hello: Option<HelloAnswer>,
-    /// What it holds, if it says so.
+    /// Its holdings, if it reports them.
     pub held: Option<NodeStatusAnswer>,
 }
 
-/// Where the catalogue is, and whether anything can be changed.
+/// The daemon that serves the catalogue, and whether it changes anything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CatalogueReport {
-    /// Who serves it, as far as that is known.
+    /// The node that serves it, as far as that is known.
     pub home: Option<PeerName>,
-    /// Nothing can be saved, archived or removed now: why.
+    /// The reason why nothing can be saved, archived or removed now.
     pub unchanged: Option<String>,
 }
 
@@ -44,7 +44,7 @@ fn node_address(node: &Node) -> NodeAddress {
 }
 
 impl Client {
-    /// The nodes of the cluster: of the catalogue, or where that is away as the gateway remembers them.
+    /// Returns the nodes on the catalogue's list, or those that the gateway remembers while no catalogue answers.
     pub(super) async fn known_nodes(&self) -> Result<Vec<NodeView>, ClientError> {
         match self.ask(&Nodes {}).await {
             Ok(nodes) => Ok(nodes),
@@ -61,7 +61,7 @@ impl Client {
         self.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await.ok()
     }
 
-    /// Asks each node who it is, and what it holds.
+    /// Asks each node for a hello and its holdings.
     pub(super) async fn reports(&self, nodes: Vec<NodeView>) -> Vec<NodeReport> {
         let asks: Vec<_> = nodes
             .into_iter()
@@ -82,7 +82,7 @@ impl Client {
         reports
     }
 
-    /// Those nodes that have no lease and answer all the same count as live.
+    /// Returns the nodes; a node that answers without a lease counts as live.
     pub(super) async fn with_answers(&self, nodes: Vec<NodeView>) -> Vec<NodeView> {
         let asks: Vec<_> = nodes
             .into_iter()
@@ -96,7 +96,7 @@ impl Client {
         nodes
     }
 
-    /// Who serves the catalogue, and whether it changes anything.
+    /// Returns the state of the catalogue.
     pub(super) async fn catalogue_report(&self) -> Result<CatalogueReport, ClientError> {
         let Some(home) = self.ask(&Hello { me: None }).await?.catalogue else {
             let why = "no node serves the catalogue: start the daemon that did, or `rapidraid catalogue rebuild`";

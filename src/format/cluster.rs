@@ -33,14 +33,15 @@ pub struct CatchUp {
     pub registered: Option<u64>,
 }
 
-/// What a node knows of the saves that are committed and of those that were removed (docs/semantics.md, 2).
+/// Whether a node knows of all commits and removals (docs/semantics.md, 2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Standing {
     /// Its folder is from before nodes noted this, or its program is.
     Unknown,
-    /// Its folder is new, or was emptied: it may know of none.
+    /// Its folder is new, or was emptied: it may know of nothing.
     Behind,
-    /// It knows of all but so few that more than half of the nodes know of all.
+    /// It has a mark or grave of everything that was published or removed before its note. Of later saves more than half of the nodes have
+    /// one.
     CaughtUp,
 }
 

@@ -260,7 +260,7 @@ impl Node {
             return Err(failure(Kind::Unavailable, text));
         }
         let (marked, damaged) = self.read_marks(&mut look).await?;
-        // A disk that was emptied since has nothing to say, and a node that restarted begins anew.
+        // A node whose disk was emptied meanwhile may have answered with nothing.
         let after = self.standings(&look.heard).await;
         let standing = |answers: &[(NodeRecord, StandingAnswer)], name: &PeerName| {
             answers.iter().find(|(node, _)| node.name == *name).map(|(_, answer)| answer.standing)
@@ -325,7 +325,7 @@ impl Node {
             damaged.retain(|save, _| !marked.contains_key(save));
             let known = buried.len();
             buried.extend(self.find_buried(look, &marked, &damaged).await);
-            // What took the place of a step that was removed since may have been marked behind the look at its node.
+            // A step that was replaced meanwhile may have its new mark on a node that had been read before.
             if buried.len() == known {
                 marked.retain(|save, _| !buried.contains(save));
                 damaged.retain(|save, _| !buried.contains(save));

@@ -14,9 +14,9 @@ use super::Node;
 use super::census::node_address;
 use super::failure::failure;
 use super::inventory;
-use super::marks::{TOMBSTONE, save_scope};
+use super::marks::{TOMBSTONE, marked_save, save_scope};
 use super::quorum::Quorum;
-use super::waits::look;
+use super::waits::{grown, look};
 use super::walk::Walk;
 use crate::catalogue::Catalogue;
 use crate::catalogue::map::REVISIONS_PER_EPOCH;
@@ -40,6 +40,9 @@ const GRAVES_PER_PAGE: usize = 4096;
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
 /// Saves with damaged marks that a node names; with more it is no witness of anything.
 const MAX_DAMAGED: usize = 4096;
+
+/// The longest wait between two tries.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// Whether this node is at it, and whether it is to begin again.
 #[derive(Default)]
@@ -70,23 +73,31 @@ impl Node {
         if !self.settings.storage {
             return;
         }
+        let look = look(self.settings.lease);
+        let mut failures = 0;
         loop {
+            let wait = grown(look, failures).clamp(look, LONGEST_WAIT);
             tokio::select! {
                 () = self.catching_up.now.notified() => {}
-                () = self.clock.sleep(look(self.settings.lease)) => {}
+                () = self.clock.sleep(wait) => {}
             }
             if !self.catching_up.is_due.swap(false, Ordering::Relaxed) {
                 continue;
             }
-            if let Err(error) = self.catch_up(None).await {
-                tracing::info!(%error, "this node has not caught up yet");
-                self.catching_up.is_due.store(true, Ordering::Relaxed);
+            match self.catch_up(None).await {
+                Ok(()) => failures = 0,
+                Err(error) => {
+                    tracing::info!(%error, "this node has not caught up yet");
+                    self.catching_up.is_due.store(true, Ordering::Relaxed);
+                    failures += 1;
+                }
             }
         }
     }
 
-    /// Before and after it registers: a node that was taken off the list has missed what was committed and removed since. Another
-    /// registration than the one of the note says so, unless it is that of a rebuilt map: a rebuild lists those that were on the list.
+    /// Compares this node's entry in the list of nodes with its note: a node that was taken off the list has missed commits and removals
+    /// since. A rebuilt map has other entries for all nodes; a node keeps its note then, because a rebuild lists only nodes that were on the
+    /// list.
     pub(super) async fn check_registration(&self) -> Result<(), Failure> {
         let noted = self.on_store(|store| Ok::<_, StoreError>(store.caught_up_as())).await?;
         let Some(noted) = noted else { return Ok(()) };
@@ -125,10 +136,26 @@ impl Node {
         let registered = self.registration().await?.ok_or_else(not_registered)?;
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != without).collect();
+        let is_complete =
+            || async { Ok::<_, Failure>(catalogue.get(NOTHING_FORGOTTEN).await?.is_some()) };
+        // Before the steps are read: a node that cannot catch up now need not read them again and again.
+        let witnesses = match is_complete().await? {
+            true => None,
+            false => Some(self.witnesses(&nodes, epoch).await?),
+        };
         let marked = self.on_store(marked).await?;
         let committed = self.keep_what_is_committed(&*catalogue, epoch, &marked.saves).await?;
-        if catalogue.get(NOTHING_FORGOTTEN).await?.is_none() {
-            self.gather_graves(&nodes, epoch, &marked.codes, &committed).await?;
+        match witnesses {
+            Some(witnesses) => {
+                let heard = self.gather_graves(&witnesses, epoch, &committed).await?;
+                self.check_witnesses(&nodes, &heard, &marked.codes)?;
+            }
+            None if is_complete().await? => {}
+            None => {
+                let text =
+                    "a removal was forgotten meanwhile: what was removed is asked of the others";
+                return Err(failure(Kind::Busy, text));
+            }
         }
         if self.registration().await? != Some(registered) {
             return Err(not_registered());
@@ -141,7 +168,7 @@ impl Node {
         Ok(())
     }
 
-    /// Keeps a mark of each save that is committed or decided, and answers with those; keeps it of each that is being removed.
+    /// Keeps a mark of each save that is committed or decided, and a grave of each that is being removed. Returns the former.
     async fn keep_what_is_committed(
         &self,
         catalogue: &dyn Catalogue,
@@ -173,7 +200,7 @@ impl Node {
         while let Some((key, entry)) = orphans.next().await? {
             note(&parse(&key, &entry.value)?);
         }
-        self.entomb_here(removed).await?;
+        self.entomb_here(removed, epoch).await?;
         Ok(wanted)
     }
 
@@ -191,7 +218,7 @@ impl Node {
         let save = saved.save;
         let mark = CommitMark { cluster: self.settings.cluster, saved, root };
         match self.put_mark(PutMark { bytes: mark.to_bytes()?, epoch }).await {
-            // Removed meanwhile. Of an epoch that is over nothing is noted in the end.
+            // The save was removed meanwhile, or the epoch is over: in that case nothing is noted in the end.
             Err(error) if error.kind == Kind::Fenced => {
                 tracing::info!(%save, %error, "not marked here");
                 Ok(())
@@ -200,15 +227,15 @@ impl Node {
         }
     }
 
-    /// Asks the other storage nodes for what they know was removed. What was `committed` when this began was not, whatever a node has of a
-    /// removal that was undone; its removal since then asks this node, too.
-    async fn gather_graves(
+    /// Returns the standings of all nodes that answer, this one's among them.
+    ///
+    /// # Errors
+    /// When one of them runs an older program, or has noted a later epoch.
+    async fn witnesses(
         &self,
         nodes: &[NodeRecord],
         epoch: Epoch,
-        codes: &BTreeSet<(u8, u8)>,
-        committed: &BTreeSet<SaveId>,
-    ) -> Result<(), Failure> {
+    ) -> Result<Vec<(NodeRecord, StandingAnswer)>, Failure> {
         let others: Vec<NodeRecord> =
             nodes.iter().filter(|node| node.name != self.settings.name).cloned().collect();
         let mut answers = self.standings(&others).await;
@@ -224,23 +251,53 @@ impl Node {
             };
             return Err(failure(Kind::Unavailable, text));
         }
+        answers.push((self.record(), self.standing().await?));
         answers.retain(|(node, _)| node.storage);
-        let mut heard = BTreeSet::from([self.settings.name.clone()]);
-        for (node, _) in &answers {
-            match self.keep_graves_of(node, committed).await {
-                Ok(()) => {
-                    heard.insert(node.name.clone());
-                }
+        Ok(answers)
+    }
+
+    /// Collects removals from the other storage nodes, except of saves that were `committed` when the steps were read: such a removal was
+    /// undone by a rebuild, or began later and will reach this node itself. Returns the witnesses that told all of theirs and say the same
+    /// of themselves afterwards as before.
+    async fn gather_graves(
+        &self,
+        witnesses: &[(NodeRecord, StandingAnswer)],
+        epoch: Epoch,
+        committed: &BTreeSet<SaveId>,
+    ) -> Result<Vec<(NodeRecord, StandingAnswer)>, Failure> {
+        let mut told: Vec<NodeRecord> = Vec::new();
+        for (node, _) in witnesses {
+            if node.name == self.settings.name {
+                continue;
+            }
+            match self.keep_graves_of(node, epoch, committed).await {
+                Ok(()) => told.push(node.clone()),
                 Err(error) => {
-                    tracing::info!(node = %node.name, %error, "what it removed is not known");
+                    tracing::info!(node = %node.name, %error, "its removals are not known");
                 }
             }
         }
-        answers.push((self.record(), self.standing().await?));
-        let mut quorum = Quorum::of_list(nodes, &answers);
+        let mut after = self.witnesses(&told, epoch).await?;
+        let before = |name: &PeerName| {
+            let found = witnesses.iter().find(|(node, _)| node.name == *name);
+            found.map(|(_, answer)| answer.standing)
+        };
+        after.retain(|(node, answer)| before(&node.name) == Some(answer.standing));
+        Ok(after)
+    }
+
+    /// Refuses when a removal could be known to none of the nodes that were `heard`.
+    fn check_witnesses(
+        &self,
+        nodes: &[NodeRecord],
+        heard: &[(NodeRecord, StandingAnswer)],
+        codes: &BTreeSet<(u8, u8)>,
+    ) -> Result<(), Failure> {
+        let mut quorum = Quorum::of_list(nodes, heard);
         quorum.bound(codes.iter().chain(&self.settings.codes).copied());
-        let is_all = nodes.iter().all(|node| !node.storage || heard.contains(&node.name));
-        match quorum.check(|name| heard.contains(name)) {
+        let is_heard = |name: &PeerName| heard.iter().any(|(node, _)| node.name == *name);
+        let is_all = nodes.iter().all(|node| !node.storage || is_heard(&node.name));
+        match quorum.check(is_heard) {
             Err(too_few) if !is_all => Err(failure(Kind::Unavailable, too_few.to_string())),
             _ => Ok(()),
         }
@@ -249,6 +306,7 @@ impl Node {
     async fn keep_graves_of(
         &self,
         node: &NodeRecord,
+        epoch: Epoch,
         committed: &BTreeSet<SaveId>,
     ) -> Result<(), Failure> {
         let mut after = None;
@@ -260,14 +318,14 @@ impl Node {
             let Some(last) = last else { return Ok(()) };
             after = Some(last);
             page.retain(|save| !committed.contains(save));
-            self.entomb_here(page).await?;
+            self.entomb_here(page, epoch).await?;
         }
     }
 
-    /// Keeps it that these saves were removed; their files here, if there are any, wait for a sweep.
-    async fn entomb_here(&self, saves: Vec<SaveId>) -> Result<(), Failure> {
+    /// Adds removed saves to the graves of this node, while `epoch` is not over; their files here, if there are any, wait for a sweep.
+    async fn entomb_here(&self, saves: Vec<SaveId>, epoch: Epoch) -> Result<(), Failure> {
         let removed = saves.clone();
-        self.on_store(move |store| store.entomb_all(removed)).await?;
+        self.on_store(move |store| store.entomb_all(epoch, removed)).await?;
         saves.into_iter().for_each(|save| self.cache_tombstone(save, true));
         Ok(())
     }
@@ -278,16 +336,16 @@ impl Node {
 
     pub(super) async fn damaged_marks(&self) -> Result<Vec<SaveId>, Failure> {
         let damaged = self.on_store(inventory::damaged_marks).await?;
-        if damaged.len() > MAX_DAMAGED {
-            let text = format!("commit marks of {} saves do not parse here", damaged.len());
-            return Err(failure(Kind::Corrupt, text));
-        }
         if !damaged.is_empty() {
             tracing::warn!(
                 saves = damaged.len(),
                 "commit marks do not parse: they are written again"
             );
             self.catching_up.is_due();
+        }
+        if damaged.len() > MAX_DAMAGED {
+            let text = format!("commit marks of {} saves do not parse here", damaged.len());
+            return Err(failure(Kind::Corrupt, text));
         }
         Ok(damaged)
     }
@@ -297,31 +355,28 @@ fn is_of_an_older_program(answer: &StandingAnswer) -> bool {
     answer.standing == Standing::Unknown && answer.epoch == Epoch::default()
 }
 
-/// The saves that are marked here.
+/// Returns the saves of which a good mark is here. One that cannot be read is none: it is written again.
 fn marked(store: &Store) -> Result<Marked, StoreError> {
-    let mut known = Marked::default();
-    let mut after = None;
-    loop {
-        let page = inventory::marks(store, after, GRAVES_PER_PAGE)?;
-        for found in page.saves {
-            known.saves.insert(found.saved.save);
-            known.codes.insert((found.n, found.k));
-        }
-        match page.next {
-            Some(next) => after = Some(next),
-            None => return Ok(known),
+    let mut marked = Marked::default();
+    for shard in store.shards(None)? {
+        if let Ok(Some(found)) = marked_save(store, shard) {
+            marked.saves.insert(found.saved.save);
+            marked.codes.insert((found.n, found.k));
         }
     }
+    Ok(marked)
 }
 
-/// Saves that were removed, whether their files are swept here or not.
+/// Returns removed saves, in order, whether their files are swept here or not. Tombstones are read first: a sweep that ends in between
+/// leaves a grave before it takes the tombstone.
 fn graves(store: &Store, after: Option<SaveId>, limit: usize) -> Result<Vec<SaveId>, StoreError> {
-    let mut saves: BTreeSet<SaveId> = store.list_graves(after, limit)?.into_iter().collect();
+    let mut saves = BTreeSet::new();
     let from = after.map(|after| ShardId::new(after, u32::MAX));
     for shard in store.shards(from)?.filter(|shard| shard.index() == u32::MAX) {
         if store.get_small(save_scope(shard.save()), TOMBSTONE)?.is_some() {
             saves.insert(shard.save());
         }
     }
+    saves.extend(store.list_graves(after, limit)?);
     Ok(saves.into_iter().take(limit).collect())
 }

@@ -16,7 +16,7 @@ use super::{MAX_MET, Node};
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{ARCHIVINGS, Archiving, NODES, parse, parse_archiving_key};
 use crate::catalogue::{Catalogue, SetOutcome};
-use crate::id::LeaseId;
+use crate::id::{LeaseId, MapId};
 use crate::kind::Kind;
 use crate::net::{Peer, Role};
 use crate::wire::Failure;
@@ -27,6 +27,8 @@ use crate::wire::calls::{
 
 /// Archivings that one daemon takes over at once.
 const TAKEN_AT_ONCE: usize = 4;
+/// Nodes that a node introduces itself to.
+const INTRODUCED: usize = 32;
 /// Between two registrations lies at least this, whatever a home answers.
 const LEAST_RENEWAL: Duration = Duration::from_millis(50);
 
@@ -89,17 +91,28 @@ impl Node {
 
     /// Registers, again and again, for as long as the node runs.
     pub(super) async fn keep_registered(self: Arc<Self>) {
-        let mut told = false;
+        let (mut told, mut has_registered) = (false, false);
+        // When it registered last, and with which map.
+        let mut last = None;
         let mut members = None;
         loop {
             let mut lease = self.settings.lease;
-            let registered = self.register_here().await;
+            let registered = match self.may_have_left_the_list(last) {
+                true => self.register_here().await,
+                false => self.catalogue().register(&self.record()).await.map_err(Failure::from),
+            };
             // A home that hears too few nodes registers none, and answers readers all the same.
             let key = format!("{NODES}{}", self.settings.name);
             let answers = registered.is_ok() || self.catalogue().get(&key).await.is_ok();
             self.away.heard(answers);
             match registered {
                 Ok(answer) => {
+                    if last.is_some_and(|(_, map)| map != answer.map)
+                        && let Err(error) = self.check_registration().await
+                    {
+                        tracing::info!(%error, "this node's entry in the new catalogue was not read");
+                    }
+                    last = Some((self.clock.now(), answer.map));
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     let noted =
                         self.on_store(move |store| store.note_map(answer.epoch, answer.map));
@@ -107,7 +120,7 @@ impl Node {
                         Ok(()) => {
                             self.hosting.follows();
                             self.remote.expect(answer.epoch, Some(answer.map));
-                            // Before the revision: whoever hears of a late revision from this node hears of those who were nodes then.
+                            // The list is stored before the revision, so that it is never older than the revision that this node reports.
                             if members != Some((answer.map, answer.members)) {
                                 match self.remember_members().await {
                                     Ok(()) => members = Some((answer.map, answer.members)),
@@ -131,11 +144,13 @@ impl Node {
                     }
                     if !told {
                         self.has_returned.store(true, Ordering::Relaxed);
-                        self.catching_up.is_due();
-                        self.spawn(Self::introduce);
                         tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
                     }
-                    told = true;
+                    if !has_registered {
+                        self.catching_up.is_due();
+                        self.spawn(Self::introduce);
+                    }
+                    (told, has_registered) = (true, true);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -147,14 +162,26 @@ impl Node {
         }
     }
 
-    /// Tells the others who it is: they ask the catalogue for their list seconds later, and it may be gone by then.
+    /// Whether somebody may have taken this node off the list since its `last` registration: only a node whose lease is over leaves it.
+    fn may_have_left_the_list(&self, last: Option<(Duration, MapId)>) -> bool {
+        let is_safe = |(at, _): (Duration, MapId)| self.clock.now() < at + self.settings.lease / 2;
+        !last.is_some_and(is_safe)
+    }
+
+    /// Tells some of the others who this node is. They read the list of nodes seconds later, and the catalogue may be gone by then.
     async fn introduce(self: Arc<Self>) {
         let Ok(nodes) = self.catalogue().nodes().await else { return };
-        let nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
+        let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
+        // Each node tells those that follow it, so that the work is shared evenly.
+        nodes.sort_by(|a, b| a.name.cmp(&b.name));
+        let behind = nodes.iter().position(|node| node.name > self.settings.name);
+        nodes.rotate_left(behind.unwrap_or_default());
+        nodes.truncate(INTRODUCED);
         self.hello_all(&nodes).await;
     }
 
-    async fn register_here(&self) -> Result<RegisterAnswer, Failure> {
+    /// Registers, and finds out whether this node was off the list before.
+    pub(super) async fn register_here(&self) -> Result<RegisterAnswer, Failure> {
         self.check_registration().await?;
         let answer = self.catalogue().register(&self.record()).await?;
         self.check_registration().await?;

@@ -289,7 +289,7 @@ impl Node {
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.remote.know(nodes.iter().map(node_address));
         self.on_store(move |store| store.put_members(&Members { nodes })).await?;
-        // Who was met before the list was read and is not on it was taken off it.
+        // A node that was met before the list was read and is not on it was taken off it.
         let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
         met.retain(|name, _| !met_before.contains(name));
         Ok(())

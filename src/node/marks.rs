@@ -91,7 +91,7 @@ impl Node {
             return Ok(());
         }
         // Registering tells the catalogue's epoch, which a node that has just started may not know yet.
-        let answer = self.catalogue().register(&self.record()).await?;
+        let answer = self.register_here().await?;
         if epoch > answer.epoch {
             let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
             return Err(failure(Kind::Invalid, text));

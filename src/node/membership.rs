@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::StreamExt;
+use futures_util::stream;
 
 use super::Node;
 use super::census::node_address;
@@ -22,6 +23,8 @@ use crate::wire::calls::{CatchUp, RemoveNode};
 
 /// A node catches up within this.
 const CATCH_UP_LIMIT: Duration = Duration::from_secs(60);
+/// Nodes that catch up at once.
+const AT_ONCE: usize = 32;
 /// Checkpoints that a refusal names.
 const NAMED: usize = 8;
 
@@ -36,6 +39,7 @@ impl Node {
                 return Err(failure(Kind::NotFound, text));
             };
             refuse_if_live(&*catalogue, &name).await?;
+            self.keep_majority_without(&*catalogue, &name).await?;
             let (count, first) = self.lying_on(&*catalogue, &name).await?;
             if count > 0 {
                 let more = if count > first.len() { " and others" } else { "" };
@@ -45,7 +49,6 @@ impl Node {
                 );
                 return Err(failure(Kind::Exists, text));
             }
-            self.keep_majority_without(&*catalogue, &name).await?;
             // That took a while: it may have come back.
             refuse_if_live(&*catalogue, &name).await?;
             match catalogue.set(&key, Some(entry.revision), None).await? {
@@ -67,17 +70,26 @@ impl Node {
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let others: Vec<_> = nodes.filter(|node| node.storage && node.name != *name).collect();
         let call = CatchUp { without: Some(name.clone()) };
-        let asks = others.iter().map(|node| async {
-            let to = address(&node_address(node));
-            let caught_up = self.caller.call_within(&to, &call, CATCH_UP_LIMIT).await;
-            caught_up.map_err(|error| format!("{}: {error}", node.name))
-        });
-        let answers = join_all(asks).await;
-        let caught_up = answers.iter().filter(|answer| answer.is_ok()).count();
+        let asks: Vec<_> = others
+            .iter()
+            .map(|node| async {
+                let to = address(&node_address(node));
+                let caught_up = self.caller.call_within(&to, &call, CATCH_UP_LIMIT).await;
+                caught_up.map_err(|error| format!("{}: {error}", node.name))
+            })
+            .collect();
+        let mut answers = stream::iter(asks).buffer_unordered(AT_ONCE);
+        let (mut caught_up, mut why) = (0, Vec::new());
+        while let Some(answer) = answers.next().await {
+            match answer {
+                Ok(()) => caught_up += 1,
+                Err(error) if why.len() < NAMED => why.push(error),
+                Err(_) => {}
+            }
+        }
         if others.is_empty() || caught_up >= majority(others.len()) {
             return Ok(());
         }
-        let why: Vec<String> = answers.into_iter().filter_map(Result::err).take(NAMED).collect();
         let text = format!(
             "{caught_up} of the {} storage nodes besides {name} know what is committed, {} are needed before it leaves ({})",
             others.len(),

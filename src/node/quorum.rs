@@ -90,7 +90,7 @@ impl Quorum {
         let standing = |name: &PeerName| self.standings.get(name).filter(|_| heard(name)).copied();
         let mut too_few = TooFew {
             storage: self.storage.len(),
-            // Whatever the codes are: less than half is what another rebuild may reach, too.
+            // Never half or more, for any code: another rebuild may reach the other half.
             may_miss: self.may_miss.min(self.storage.len().saturating_sub(1) / 2),
             caught_up: 0,
             silent: Vec::new(),
@@ -112,7 +112,7 @@ impl Quorum {
     }
 }
 
-/// Whether a storage node is on the list of whoever has heard of the latest revision of the catalogue. Where nobody has a list, all are.
+/// Whether a storage node is on the list of the node that has heard of the latest revision of the catalogue. Without any list all nodes are.
 pub(super) fn is_on_latest_list(answers: &[(NodeRecord, StandingAnswer)], name: &PeerName) -> bool {
     let lists = answers.iter().map(|(_, answer)| answer);
     let lists = lists.filter(|answer| !answer.listed.is_empty());
@@ -153,7 +153,7 @@ impl fmt::Display for TooFew {
 }
 
 impl Node {
-    /// What this node knows of the saves that are committed and removed.
+    /// Returns the standing of this node, and the nodes on its list.
     pub(super) async fn standing(&self) -> Result<StandingAnswer, Failure> {
         self.on_store(|store| {
             // The list was noted before the revision: it is at least as new as this says.
@@ -166,7 +166,7 @@ impl Node {
         .await
     }
 
-    /// Asks `nodes` for their standing; answers with those that say it.
+    /// Asks `nodes` for their standing. Returns those that answer, in any order.
     pub(super) async fn standings(
         &self,
         nodes: &[NodeRecord],
@@ -184,7 +184,7 @@ impl Node {
                 }
             })
             .collect();
-        let answers = stream::iter(asks).buffered(AT_ONCE);
+        let answers = stream::iter(asks).buffer_unordered(AT_ONCE);
         answers.filter_map(|answer| async move { answer }).collect().await
     }
 }
@@ -194,7 +194,7 @@ pub(super) fn is_older(error: &CallError) -> bool {
     matches!(error, CallError::Failed(failure) if failure.kind == Kind::Invalid)
 }
 
-/// What a node of an older program knows is not known; nor whom it lists.
+/// Returns the standing of a node whose program is too old to tell it.
 fn older() -> StandingAnswer {
     let (epoch, revision) = Default::default();
     StandingAnswer { standing: Standing::Unknown, epoch, revision, listed: Vec::new() }
@@ -245,7 +245,7 @@ mod tests {
         let refused = Quorum::new(&members, &answers).check(|_| true).unwrap_err().to_string();
         assert!(refused.contains("2 of 5") && refused.contains("start n3, n4"), "{refused}");
         assert!(refused.contains("behind") && refused.ends_with("n2"), "{refused}");
-        // Who has heard of a later revision does not have n2 on its list.
+        // The list of the node that has heard of a later revision is without n2.
         answers[2] = caught_up(2);
         answers[0].1 = says(Standing::CaughtUp, 6, 0..2);
         assert!(Quorum::new(&members, &answers).check(|_| true).is_err());

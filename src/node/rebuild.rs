@@ -27,6 +27,7 @@ use crate::store::Kv;
 use crate::wire::Failure;
 use crate::wire::calls::{
     ArchiveOptions, Claim, HelloAnswer, Members, PlanChoice, PutMark, Rebuild, RebuildAnswer,
+    StandingAnswer,
 };
 use crate::wire::order::Codec;
 
@@ -94,7 +95,8 @@ impl Node {
         refuse_without_storage(&members)?;
         // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
         let preview = self.census(&storage(&reached), generation).await?;
-        self.check_census(&preview, &members, &reached, accept_loss).await?;
+        let standings = self.standings(&storage(&reached)).await;
+        self.check_census(&preview, &members, &reached, &standings, accept_loss)?;
         drop(preview);
 
         // Where there is no room for a map nothing is claimed for it.
@@ -106,8 +108,15 @@ impl Node {
         about_to(Stage::Census, epoch);
         let sources = storage(&claimed);
         let census = self.census(&sources, generation).await?;
-        self.check_census(&census, &members, &claimed, accept_loss).await?;
-        let all = members.iter().filter(|node| node.storage).count();
+        let standings = self.standings(&sources).await;
+        self.check_census(&census, &members, &claimed, &standings, accept_loss)?;
+        // A node that was taken off the list registers anew, and catches up.
+        let is_listed =
+            |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
+        let members: Vec<NodeRecord> = members.iter().filter(is_listed).cloned().collect();
+        let listed: BTreeSet<NodeId> =
+            storage(&members).iter().map(|node| NodeId::of(&node.name)).collect();
+        let needed = majority(listed.len());
         let mut answer = RebuildAnswer {
             epoch,
             home: self.settings.name.to_string(),
@@ -118,22 +127,19 @@ impl Node {
             ..RebuildAnswer::default()
         };
         let mut writer = MapWriter::new(fresh, epoch);
-        // Who was taken off the list registers anew, and catches up.
-        let standings = self.standings(&sources).await;
-        let is_listed =
-            |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
-        for node in members.iter().filter(is_listed) {
+        for node in &members {
             writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
         for (step, committed) in census.steps {
             let marked = self.mark_again(&sources, &committed, epoch).await;
-            if marked < majority(all) && !accept_loss {
+            let marked = marked.intersection(&listed).count();
+            if marked < needed && !accept_loss {
                 let text = format!(
-                    "{marked} of {all} storage nodes have a commit mark of {}/{}, {} are needed: rebuild again",
+                    "{marked} of {} storage nodes have a commit mark of {}/{}, {needed} are needed: rebuild again",
+                    listed.len(),
                     committed.job,
-                    committed.step,
-                    majority(all)
+                    committed.step
                 );
                 return Err(failure(Kind::Unavailable, text));
             }
@@ -234,14 +240,14 @@ impl Node {
         Ok(claimed)
     }
 
-    /// Marks on the nodes that have none, as far as they can be reached: those of the rings, and of one shard on all others. Answers with
-    /// the number of nodes that have one then.
+    /// Marks on the nodes that have none, as far as they can be reached: those of the rings, and of one shard on all others. Returns
+    /// the nodes that have one then.
     async fn mark_again(
         &self,
         sources: &[NodeRecord],
         committed: &Committed,
         epoch: Epoch,
-    ) -> usize {
+    ) -> BTreeSet<NodeId> {
         let mut marked: BTreeSet<NodeId> =
             committed.shards.iter().flat_map(|shard| &shard.marked).copied().collect();
         for shard in &committed.shards {
@@ -270,22 +276,22 @@ impl Node {
             let puts: Vec<_> = puts.collect();
             marked.extend(join_all(puts).await.into_iter().flatten());
         }
-        marked.len()
+        marked
     }
 
     /// Refuses when what was found says that more has to be read, or that something is missing.
-    async fn check_census(
+    fn check_census(
         &self,
         census: &Census,
         members: &[NodeRecord],
         reached: &[NodeRecord],
+        standings: &[(NodeRecord, StandingAnswer)],
         accept_loss: bool,
     ) -> Result<(), Failure> {
         if accept_loss {
             return Ok(());
         }
-        let standings = self.standings(&storage(reached)).await;
-        let mut quorum = Quorum::new(members, &standings);
+        let mut quorum = Quorum::new(members, standings);
         quorum.bound(census.codes().chain(self.settings.codes.iter().copied()));
         let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
         quorum.check(is_reached).map_err(|too_few| {
@@ -294,14 +300,14 @@ impl Node {
         for (save, nodes) in &census.doubts {
             let is_sound = |name: &PeerName| is_reached(name) && !nodes.contains(&NodeId::of(name));
             quorum.check(is_sound).map_err(|too_few| {
-            let bad = reached.iter().filter(|node| nodes.contains(&NodeId::of(&node.name)));
-            let bad: Vec<&str> = bad.map(|node| node.name.as_str()).collect();
-            let text = format!(
-                "the commit mark of save {save} on {} does not parse; without, {too_few}; or use --accept-loss",
-                bad.join(", ")
-            );
-            failure(Kind::Unavailable, text)
-        })?;
+                let bad = reached.iter().filter(|node| nodes.contains(&NodeId::of(&node.name)));
+                let bad: Vec<&str> = bad.map(|node| node.name.as_str()).collect();
+                let text = format!(
+                    "the commit mark of save {save} on {} does not parse; without, {too_few}; or use --accept-loss",
+                    bad.join(", ")
+                );
+                failure(Kind::Unavailable, text)
+            })?;
         }
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
         let unknown = census.ring().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();

@@ -130,7 +130,7 @@ impl Node {
             RemoveReason::Aborted => usize::MAX,
             _ => tolerated(self.settings.codes.iter().copied()),
         });
-        // Whoever reads without a catalogue asks more than half of the nodes: one of those has been told. What was aborted has no mark.
+        // Readers without a catalogue ask more than half of the nodes, and must meet one that knows. An aborted save has no mark to outweigh.
         let storage = directory.storage().len();
         let may_miss = match entry.reason {
             RemoveReason::Aborted => may_miss,

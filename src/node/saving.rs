@@ -21,6 +21,7 @@ use crate::format::records::{
 };
 use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
+use crate::net::call::CallError;
 use crate::pipeline::archive::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
@@ -399,7 +400,7 @@ impl Node {
         marked.retain(|node| storage.contains(node));
         let mut others: Vec<NodeId> =
             storage.iter().filter(|node| !marked.contains(node)).copied().collect();
-        // Those that answer first: the others are waited for only where these are not enough.
+        // Nodes that answer come first; silent ones are waited for only where those are not enough.
         others.sort_by_key(|node| !directory.is_live(*node));
         let mut missed = Vec::new();
         while let missing @ 1.. = majority(storage.len()).saturating_sub(marked.len()) {
@@ -433,6 +434,8 @@ impl Node {
                 let to =
                     directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
                 let put = self.caller.call(&to, call).await;
+                // A node that does not answer is not asked again before the others.
+                directory.heard(node, !put.as_ref().is_err_and(CallError::is_unanswered));
                 put.map(|()| node).map_err(|error| error.to_string())
             })
             .buffer_unordered(MARKS_AT_ONCE);

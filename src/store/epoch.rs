@@ -150,7 +150,7 @@ impl Store {
     }
 }
 
-fn refuse_older(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
+pub(super) fn refuse_older(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
     if epoch < seen.epoch {
         return Err(StoreError::StaleEpoch { seen: seen.epoch, given: epoch });
     }

@@ -174,7 +174,7 @@ impl Store {
         body: &T,
     ) -> Result<(), StoreError> {
         let format = |source| StoreError::Format { path: path.to_owned(), source };
-        // What a later release wrote stays: it knows more than this one can say.
+        // A record of a later release is kept: this one cannot write all that is in it.
         if let Ok(Some(found)) = self.get_record(path)
             && let Err(source @ FormatError::Version { .. }) = open_envelope(kind, 1..=1, &found)
         {

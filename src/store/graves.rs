@@ -9,10 +9,11 @@ use std::sync::PoisonError;
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
+use super::epoch::refuse_older;
 use super::folder::Store;
 use super::names::GRAVES;
 use crate::format::envelope::RecordKind;
-use crate::id::SaveId;
+use crate::id::{Epoch, SaveId};
 
 /// Ids in one record: 3.6 MB of them fit into a small record.
 const MAX_GRAVES: usize = 300_000;
@@ -44,8 +45,16 @@ impl Store {
         Ok(true)
     }
 
-    /// [`Store::entomb`] for many saves; each record of graves is written at most once. An error when there is no room for one of them.
-    pub fn entomb_all(&self, saves: impl IntoIterator<Item = SaveId>) -> Result<(), StoreError> {
+    /// [`Store::entomb`] for many saves, while `epoch` is not over: a rebuild that claimed a later one has read what is here. Each record of
+    /// graves is written at most once. An error when there is no room for one of them.
+    pub fn entomb_all(
+        &self,
+        epoch: Epoch,
+        saves: impl IntoIterator<Item = SaveId>,
+    ) -> Result<(), StoreError> {
+        // Held over the writes: a claim comes before all of them, or after.
+        let seen = self.seen();
+        refuse_older(&seen, epoch)?;
         let saves: BTreeSet<SaveId> = saves.into_iter().collect();
         let saves: Vec<SaveId> = saves.into_iter().collect();
         for ours in saves.chunk_by(|a, b| a.0[0] == b.0[0]) {
@@ -154,8 +163,10 @@ mod tests {
         let all: Vec<SaveId> =
             (0..=255).flat_map(|first| [save(first, 2), save(first, 9)]).collect();
         store.entomb(all[9]).unwrap();
-        store.entomb_all(all.iter().rev().copied().chain([all[3]])).unwrap();
-        store.entomb_all([]).unwrap();
+        store.entomb_all(Epoch(2), all.iter().rev().copied().chain([all[3]])).unwrap();
+        store.entomb_all(Epoch(2), []).unwrap();
+        store.raise_epoch(Epoch(3)).unwrap();
+        assert!(store.entomb_all(Epoch(2), [save(0, 5)]).is_err(), "that epoch is over");
         drop(store);
         let store = open(&disk.crash());
         let (mut found, mut after) = (Vec::new(), None);

@@ -14,7 +14,7 @@ use crate::id::{
     StripeId,
 };
 
-/// What the note of a home begins with that changes nothing, in [`NodeStatusAnswer`].
+/// The beginning of the note in [`NodeStatusAnswer`] of a home that changes nothing.
 pub const CHANGES_NOTHING: &str = "its catalogue changes nothing";
 
 /// Answer to [`Hello`].

@@ -351,7 +351,7 @@ calls! {
         /// Who serves it.
         home: NodeAddress,
     } -> ();
-    /// What this node knows of the saves that are committed and of those that were removed (semantics 2).
+    /// Whether this node knows of all commits and removals (semantics 2).
     67 Nodes GetStanding {} -> StandingAnswer;
     /// Removed saves that this node knows of, in order, by pages.
     68 Nodes ListGraves {

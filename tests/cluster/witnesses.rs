@@ -1,18 +1,21 @@
 //! With the catalogue and n-k nodes gone, readers find every committed step, or refuse: never an older or a removed step
 //! (docs/semantics.md, 2, *Who knows of a save*).
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use rapidraid::client::Client;
+use rapidraid::client::{Client, RestoreRequest};
 use rapidraid::format::records::{CommitMark, Record, RemoveReason, Standing, Tombstone};
 use rapidraid::id::{Epoch, Generation, ShardId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::{Address, Role};
-use rapidraid::store::{Disk, Scope};
-use rapidraid::wire::calls::{Commit, PlanChoice, PutMark, PutTombstone, Seal};
+use rapidraid::store::{Disk, MemoryDisk, Scope};
+use rapidraid::wire::calls::{Commit, PlanChoice, PutMark, PutTombstone, Seal, StepView};
 
 use crate::world::raw::empty_root;
-use crate::world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
+use crate::world::{
+    CLUSTER, DISK_BYTES, World, address, content, job, options, quiet, read_file, restore, save,
+};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 70_000;
@@ -114,12 +117,26 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
         world.boot(index);
     }
     assert!(marked(&world, root.shard).len() == 9);
-    let mut refused = 0;
+    let (mut refused, mut restored) = (0, 0);
     for gone in drawn() {
         let (asked, client, own) = world.reader_without(&gone).await;
         let latest = client.show(&job(), None).await;
         match latest {
-            Ok(found) => assert_eq!(found.step.step, Step(2), "{gone:?}"),
+            Ok(found) => {
+                assert_eq!(found.step.step, Step(2), "{gone:?}");
+                // Its two replicas of a block may both be gone: that is said, and no older step is given.
+                let out = Arc::new(MemoryDisk::new(DISK_BYTES));
+                let request =
+                    RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
+                match client.restore(&job(), None, request, quiet()).await {
+                    Ok(report) => {
+                        assert_eq!(report.step, Step(2), "{gone:?}");
+                        assert!(read_file(&*out, "weights") == content(LEN, 2), "{gone:?}");
+                        restored += 1;
+                    }
+                    Err(error) => assert_eq!(error.kind(), Kind::Lost, "{gone:?}: {error}"),
+                }
+            }
             Err(error) => {
                 assert_eq!(error.kind(), Kind::Unavailable, "{gone:?}: {error}");
                 refused += 1;
@@ -128,6 +145,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
         world.reach_again(asked, &own, &gone);
     }
     assert_eq!(refused, 0);
+    assert!(restored > 0);
 }
 
 fn marked_live(world: &World, shard: ShardId) -> Vec<usize> {
@@ -179,7 +197,7 @@ async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
     world.grow(10);
     world.until_live(16).await;
     world.until_caught_up().await;
-    // Those that were there when the steps were saved are gone, apart from two that can be read from.
+    // Two nodes of the first six are gone, and the catalogue with them.
     world.kill(0).await;
     for index in [1, 2] {
         world.kill(index).await;
@@ -462,4 +480,58 @@ async fn the_list_that_counts_is_the_latest_one_also_after_a_claim() {
     let on = Address { host_port: address(4), node: None };
     let rebuilt = world.client_of(4).rebuild_catalogue(Some(&on), false).await.unwrap();
     assert_eq!(rebuilt.missing.len(), 3, "{rebuilt:?}");
+}
+
+/// Retention removes what is old while one of six nodes is away, and nothing of it comes back with that node.
+#[tokio::test(start_paused = true)]
+async fn retention_goes_on_with_one_of_six_away() {
+    let mut world = World::start(6, &[(5, 3), (4, 2)], BLOCK).await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    world.policy.rule.keep_newest = Some(2);
+    world.kill(0).await;
+    world.boot(0);
+    world.until_live(6).await;
+    world.kill(6).await;
+    tokio::time::sleep(2 * world.lease).await;
+    for step in 2..=4 {
+        save(&world.client(), step, &[("weights", &content(LEN, step))]).await;
+    }
+    tokio::time::sleep(4 * world.lease).await;
+    let steps = |listed: Vec<StepView>| listed.iter().map(|view| view.step.0).collect::<Vec<_>>();
+    assert_eq!(steps(world.client().list(None).await.unwrap()), [3, 4]);
+    // The node with the marks of step 1 is back, and the catalogue gone.
+    world.kill(0).await;
+    world.boot(6);
+    for index in [1, 2] {
+        world.kill(index).await;
+    }
+    assert_eq!(steps(world.client_of(6).list(None).await.unwrap()), [3, 4]);
+}
+
+/// The codes that a reader is configured with say nothing about steps that others saved.
+#[tokio::test(start_paused = true)]
+async fn a_list_of_codes_that_changes_hides_no_step() {
+    let mut world = World::start(8, &[(8, 5)], BLOCK).await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    for codes in [vec![(4, 2)], vec![(6, 4), (4, 2)], vec![(8, 5)]] {
+        world.codes = codes;
+        for index in 0..=8 {
+            world.kill(index).await;
+            world.boot(index);
+        }
+        world.until_live(8).await;
+        let newest = world.client().list(None).await.unwrap().len() as u64 + 1;
+        save(&world.client(), newest, &[("weights", &content(LEN, newest))]).await;
+        for index in 0..=3 {
+            world.kill(index).await;
+        }
+        let listed = world.client_of(8).list(None).await.unwrap();
+        assert_eq!(listed.last().map(|view| view.step), Some(Step(newest)), "{:?}", world.codes);
+        assert_eq!(listed.len() as u64, newest, "{:?}", world.codes);
+        for index in 0..=3 {
+            world.boot(index);
+        }
+        world.until_live(8).await;
+        world.until_caught_up().await;
+    }
 }

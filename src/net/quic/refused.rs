@@ -1,5 +1,4 @@
-//! Connections that came to nothing: one line a minute for each source, with their number. Races that were lost and doors that were
-//! knocked at for hours fill no disk.
+//! Logs refused connections: one line a minute for each source, with their number, so that no peer fills the disk with them.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -16,7 +15,7 @@ const MAX_SOURCES: usize = 1024;
 /// Stands for the sources that are not told apart.
 const OTHERS: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
 
-/// What was refused, by source.
+/// Counts of refused connections by source.
 pub(super) struct Refused {
     clock: Arc<dyn Clock>,
     sources: Mutex<HashMap<IpAddr, Source>>,

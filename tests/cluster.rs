@@ -12,6 +12,8 @@ mod away;
 mod checks;
 #[path = "cluster/drivers.rs"]
 mod drivers;
+#[path = "cluster/grains.rs"]
+mod grains;
 #[path = "cluster/members.rs"]
 mod members;
 #[path = "cluster/moves.rs"]

@@ -116,7 +116,8 @@ fn every_record_is_on_its_page() {
         "PieceForm",
     ];
     types_have_their_rows("docs/format.md", "src/format/records.rs", &records);
-    let of_the_cluster = ["Node", "Members", "Home", "SeenEpoch", "Heard", "CatchUp", "Standing"];
+    let of_the_cluster =
+        ["Node", "Members", "Home", "SeenEpoch", "Heard", "CatchUp", "Standing", "Damage"];
     types_have_their_rows("docs/format.md", "src/format/cluster.rs", &of_the_cluster);
     types_have_their_rows("docs/format.md", "src/format/file.rs", &["FileHeader", "Content"]);
     types_have_their_rows("docs/format.md", "src/format/geometry.rs", &["StripeCut"]);
@@ -162,6 +163,7 @@ fn every_message_is_on_its_page() {
         "BlockTrailer",
         "PutBlockAnswer",
         "FileView",
+        "SourceView",
         "ReadAnswer",
         "RegisterAnswer",
         "MoveAnswer",

@@ -270,6 +270,7 @@ impl Client {
         mut state: StripeState,
     ) -> Result<Planned, ClientError> {
         let (mut moves, mut patience) = (0, reading.patience());
+        let mut has_asked_nodes = part.state.is_none();
         loop {
             let error = match self.plan_in_state(reading, part, leaves, slice, state).await {
                 Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
@@ -286,6 +287,15 @@ impl Client {
                     state = next;
                 }
                 None if is_busy && patience.wait().await => {}
+                // Pieces that were proven before the commit point are as good.
+                None if !is_busy && !has_asked_nodes => {
+                    has_asked_nodes = true;
+                    let found = state_on_nodes(reading, &part.root, slice.stripe, true).await;
+                    if found == state || found == StripeState::Replicated {
+                        return Err(error.into());
+                    }
+                    state = found;
+                }
                 None => return Err(error.into()),
             }
         }
@@ -377,8 +387,9 @@ impl Client {
             _ => None,
         };
         let (root, key) = (part.root.clone(), part.key.clone());
-        let plan =
-            StripeReader::plan(reading.clone(), root, key, info, state, receipt, &slice.blocks);
+        let (blocks, grains) = (&slice.blocks, slice.grains.clone());
+        let reading = reading.clone();
+        let plan = StripeReader::plan(reading, root, key, info, state, receipt, blocks, grains);
         Ok(plan.await?)
     }
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::grain_set::GrainSet;
 use crate::id::{Epoch, MapId, PeerName};
 
 /// A registered node.
@@ -43,6 +44,17 @@ pub enum Standing {
     /// It has a mark or grave of everything that was published or removed before its note. Of later saves more than half of the nodes have
     /// one.
     CaughtUp,
+}
+
+/// Damage of a replica or piece file, noted beside it (docs/semantics.md, 6). It is bound to the file and not to its name.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Damage {
+    /// The number of the file on its disk.
+    pub number: u64,
+    /// Whether its table, header and trailer are good. Without them no grain can be judged by the file alone.
+    pub has_tail: bool,
+    /// Its damaged grains.
+    pub grains: GrainSet,
 }
 
 /// The daemon that serves the catalogue of an epoch.

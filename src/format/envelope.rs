@@ -85,6 +85,8 @@ pub enum RecordKind {
     StagedJob = 23,
     /// Whether a node has caught up with what is committed and what was removed.
     CatchUp = 24,
+    /// Damage of a replica or piece file.
+    Damage = 25,
 }
 
 impl fmt::Display for RecordKind {
@@ -114,6 +116,7 @@ impl fmt::Display for RecordKind {
             Self::StagedStep => "staged step",
             Self::StagedJob => "staged job",
             Self::CatchUp => "catch-up",
+            Self::Damage => "damage note",
         })
     }
 }

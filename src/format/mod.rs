@@ -9,6 +9,7 @@ pub mod cluster;
 pub mod envelope;
 pub mod file;
 pub mod geometry;
+pub mod grain_set;
 pub mod records;
 pub mod save_record;
 pub mod table;

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
-pub use super::cluster::{CatchUp, Heard, Home, Members, Node, SeenEpoch, Standing};
+pub use super::cluster::{CatchUp, Damage, Heard, Home, Members, Node, SeenEpoch, Standing};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError, StripeCut};
 pub use super::save_record::SaveHead;
@@ -61,6 +61,7 @@ records!(
     Tombstone,
     Removing,
     Members,
+    Damage,
     SaveHead
 );
 

@@ -21,16 +21,17 @@ use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
 use crate::pipeline::hop::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::hop_error::HopError;
+use crate::pipeline::read::report_damage;
 use crate::pipeline::run::RunError;
 use crate::plan::Input;
 use crate::stage::{Stage, about_to};
 use crate::store::{
-    BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FileInfo, Scope, Store, StoreError, StoredFile,
+    BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FileInfo, Scope, SourceFile, Store, StoreError,
 };
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 use crate::wire::calls::{
     BlockAdmitted, BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read,
-    ReadAnswer, Release, Reserve, Run, Suspect,
+    ReadAnswer, ReadSource, Release, Reserve, Run, Suspect,
 };
 use crate::wire::order::RunReport;
 use crate::wire::{BULK_CHUNK_BYTES, Failure, NodeAddress, message_to_bytes, parse_message};
@@ -43,7 +44,7 @@ const MEMORY_LIMIT: Duration = Duration::from_secs(6);
 /// second's own answer comes first; with it, shorter than a client waits.
 const FORWARD_LIMIT: Duration = Duration::from_secs(8);
 /// What one incoming block works in: its stream, the one to its second holder, the writer, the trailer, and chunks on their way.
-const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
+pub(super) const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
     + SEND_BYTES
     + BLOCK_WRITER_BYTES
     + MAX_TRAILER_BYTES
@@ -61,14 +62,18 @@ struct Admitted {
 
 /// A part of a file that is sent to a reader.
 struct Sending {
-    file: Arc<StoredFile>,
+    file: Arc<SourceFile>,
     from: u64,
     end: u64,
     memory: Reservation,
 }
 
 impl Node {
-    async fn memory(&self, share: &Arc<Budget>, bytes: u64) -> Result<Reservation, Failure> {
+    pub(super) async fn memory(
+        &self,
+        share: &Arc<Budget>,
+        bytes: u64,
+    ) -> Result<Reservation, Failure> {
         match deadline(&*self.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
             Ok(Ok(reservation)) => Ok(reservation),
             Ok(Err(never)) => Err(failure(Kind::Invalid, never.to_string())),
@@ -226,11 +231,27 @@ impl Node {
         self.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
     }
 
-    pub(super) async fn read(self: &Arc<Self>, request: Request, mut served: Served) {
+    pub(super) async fn read(self: &Arc<Self>, request: Request, served: Served) {
         let prepared = match request.parse::<Read>() {
             Ok(call) => self.open_read(call).await,
             Err(error) => Err(error.into()),
         };
+        self.send(prepared, served).await;
+    }
+
+    pub(super) async fn read_source(self: &Arc<Self>, request: Request, served: Served) {
+        let prepared = match request.parse::<ReadSource>() {
+            Ok(call) => self.open_source(call).await,
+            Err(error) => Err(error.into()),
+        };
+        self.send(prepared, served).await;
+    }
+
+    async fn send(
+        self: &Arc<Self>,
+        prepared: Result<(Sending, ReadAnswer), Failure>,
+        mut served: Served,
+    ) {
         let (Sending { file, mut from, end, memory: _memory }, answer) = match prepared {
             Ok(prepared) => prepared,
             Err(refusal) => return self.refuse(served, refusal).await,
@@ -243,7 +264,8 @@ impl Node {
             let source = file.clone();
             let read = move |_: &Store| {
                 let mut chunk = vec![0; len as usize];
-                source.read(from, &mut chunk).map(|()| chunk)
+                source.read(from, &mut chunk);
+                Ok::<_, StoreError>(chunk)
             };
             let Ok(chunk) = self.on_store(read).await else {
                 return served.send.reset(Kind::Io.wire_code());
@@ -270,8 +292,29 @@ impl Node {
             return Err(failure(Kind::Invalid, text));
         };
         let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
-        let sending = Sending { file: Arc::new(file), from: call.from, end, memory };
+        let file = Arc::new(file.into_source());
+        let sending = Sending { file, from: call.from, end, memory };
         Ok((sending, ReadAnswer { len_bytes, hashes }))
+    }
+
+    async fn open_source(&self, call: ReadSource) -> Result<(Sending, ReadAnswer), Failure> {
+        let key = FileKey { stripe: call.stripe, name: call.file };
+        let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= MAX_BLOCK_BYTES);
+        let end = end.ok_or_else(|| {
+            let text =
+                format!("{} bytes from {} on are more than a block", call.len_bytes, call.from);
+            failure(Kind::Invalid, text)
+        })?;
+        let memory = self.memory(&self.budgets.restore, READ_BYTES).await?;
+        let file = self.on_store(move |store| store.open_source(key)).await?;
+        let answer = match file.tail() {
+            Some((header, tree)) => {
+                let hashes = if call.hashes { tree.hashes().to_vec() } else { Vec::new() };
+                ReadAnswer { len_bytes: header.len_bytes, hashes }
+            }
+            None => ReadAnswer { len_bytes: 0, hashes: Vec::new() },
+        };
+        Ok((Sending { file: Arc::new(file), from: call.from, end, memory }, answer))
     }
 
     pub(super) async fn inspect(&self, call: Inspect) -> Result<Vec<FileView>, Failure> {
@@ -284,47 +327,26 @@ impl Node {
         Ok(files.iter().map(view).collect())
     }
 
-    /// Looks at a file that somebody found wrong; sets it aside if it is. Answers whether it was.
-    pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
-        let key = FileKey { stripe: call.stripe, name: call.file };
-        self.on_store(move |store| {
-            let (judged, why) = match store.open_file(key) {
-                Err(error) if error.kind() == Kind::NotFound => {
-                    store.correct_index(key)?;
-                    return Ok(true);
-                }
-                Ok(file) => match file.scrub().as_slice() {
-                    [] => return Ok(false),
-                    damaged => {
-                        let why = format!("grains {damaged:?} are damaged");
-                        (Some(file), why)
-                    }
-                },
-                Err(error) if error.kind() == Kind::Corrupt => (None, error.to_string()),
-                Err(error) => return Err(Failure::from(error)),
-            };
-            Ok(store.quarantine(key, judged.as_ref(), &why)?)
-        })
-        .await
-    }
-
     pub(super) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
         self.still_replicated(call.stripe).await?;
+        self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
         let copied = self.copy_replica(&call).await;
         let is_bad = |error: &Failure| matches!(error.kind, Kind::Corrupt | Kind::NotFound);
-        if copied.as_ref().is_err_and(is_bad) {
-            // The source looks for itself and sets a rotten file aside, so that the coordinator finds it missing.
-            let suspect =
-                Suspect { stripe: call.stripe, file: FileName::Replica { block: call.block } };
-            let _ = self.caller.call(&call.from, &suspect).await;
+        match copied {
+            Err(error) if is_bad(&error) => {
+                // The source looks for itself, so that the next coordinator finds it damaged.
+                let file = FileName::Replica { block: call.block };
+                report_damage(&self.caller, &call.from, call.stripe, file).await;
+                tracing::info!(stripe = %call.stripe, %error, "a replica is gathered from grains");
+                self.gather(call.stripe, call.block).await?;
+            }
+            copied => copied?,
         }
-        copied?;
         self.still_wanted(call.stripe.shard.save()).await?;
         self.still_replicated(call.stripe).await
     }
 
     async fn copy_replica(&self, call: &Fetch) -> Result<(), Failure> {
-        self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             return Err(failure(Kind::Invalid, format!("a block of {} bytes", call.len_bytes)));
         }
@@ -353,9 +375,8 @@ impl Node {
             layout: LAYOUT_STANDARD,
             len_bytes: call.len_bytes,
         };
-        // What lies there under the name is missing or was found wrong: the good copy takes the name.
-        let suspect = Suspect { stripe: call.stripe, file: key.name };
-        let _ = self.suspect(suspect).await;
+        // What lies there under the name is missing or was found damaged, which is noted before the good copy takes the name.
+        let _ = self.look_at(key).await;
         let mut writer = self.on_store(move |store| store.write_block(spec, None)).await?;
         let mut left = call.len_bytes;
         while left > 0 {
@@ -412,7 +433,7 @@ impl Node {
                 _ => Vec::new(),
             };
             for block in rotten {
-                // A rotten replica is set aside, so that the coordinator finds it missing and makes it again.
+                // A damaged replica is noted, so that the coordinator has it made again.
                 let file = FileName::Replica { block };
                 let _ = self.suspect(Suspect { stripe, file }).await;
             }

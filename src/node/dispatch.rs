@@ -21,9 +21,9 @@ use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, CatchUp, Claim,
     Commit, Drop, Fetch, GetRecord, GetStanding, GetState, HandOver, Hello, HoldStill, Inspect,
     Inventory, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List, ListDamagedMarks, ListGraves,
-    Marked, Members, MoveCatalogue, NodeStatus, Nodes, PolicyStatus, PutBlock, PutMark, PutPlaces,
-    PutReceipt, PutRecord, PutTombstone, Read, Rebuild, Register, Release, Remove, RemoveNode,
-    Reserve, Run, Seal, Show, Suspect, Sweep,
+    ListSources, Marked, Members, MoveCatalogue, NodeStatus, Nodes, PolicyStatus, PutBlock,
+    PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, ReadSource, Rebuild, Register,
+    Release, Remove, RemoveNode, Reserve, Run, Seal, Show, Suspect, Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -279,6 +279,7 @@ impl Node {
             GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
             Inspect::NUMBER => reply!(Inspect => |call| self.inspect(call)),
             Suspect::NUMBER => reply!(Suspect => |call| self.suspect(call)),
+            ListSources::NUMBER => reply!(ListSources => |call| self.list_sources(call)),
             Register::NUMBER => reply!(Register => |call| self.register(call)),
             CatalogueGet::NUMBER => reply!(CatalogueGet => |call| self.catalogue_get(call)),
             CatalogueSet::NUMBER => reply!(CatalogueSet => |call| self.catalogue_set(call)),
@@ -312,6 +313,7 @@ impl Node {
             Archive::NUMBER => self.archive(request, served).await,
             PutBlock::NUMBER => self.put_block(request, served).await,
             Read::NUMBER => self.read(request, served).await,
+            ReadSource::NUMBER => self.read_source(request, served).await,
             _ => {
                 let unknown = format!("call {number} has no handler here");
                 self.refuse(served, failure(Kind::Internal, unknown)).await;

@@ -151,6 +151,12 @@ fn stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding, Stor
             FileName::Piece { piece, attempt } => held.pieces.push((piece, attempt)),
         }
     }
+    // A replica that is there, however damaged, was not dropped: that alone is what a rebuild concludes from it.
+    for file in store.damaged_of(stripe) {
+        if let FileName::Replica { block } = file {
+            held.replicas.push(block);
+        }
+    }
     let scope = Scope::Stripe(stripe);
     for (name, _) in store.list_small(scope)? {
         if !name.starts_with(RECEIPT_PREFIX) {

@@ -189,7 +189,9 @@ fn is_unexplained(store: &Store, stripe: StripeId, by: By) -> Result<bool, Store
             PieceForm::Replica { block } => FileName::Replica { block },
         }));
     }
-    Ok(store.find(stripe)?.iter().any(|info| !ours.contains(&info.content.name())))
+    let counting = store.find(stripe)?.into_iter().map(|info| info.content.name());
+    let mut files = counting.chain(store.damaged_of(stripe));
+    Ok(files.any(|file| !ours.contains(&file)))
 }
 
 #[cfg(test)]

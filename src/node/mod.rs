@@ -10,6 +10,7 @@ mod census;
 mod collect;
 mod custody;
 mod daemon;
+mod damage;
 mod dispatch;
 mod failure;
 mod gateway;
@@ -189,6 +190,7 @@ pub struct Node {
     kept: Mutex<BTreeMap<SaveId, orphans::Kept>>,
     away: away::Away,
     catching_up: catch_up::CatchingUp,
+    mending: damage::Mending,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -255,6 +257,7 @@ impl Node {
             kept: Mutex::default(),
             away: away::Away::default(),
             catching_up: catch_up::CatchingUp::default(),
+            mending: damage::Mending::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),
@@ -268,6 +271,7 @@ impl Node {
         node.spawn(Self::keep_orphans);
         node.spawn(Self::keep_tidy);
         node.spawn(Self::keep_caught_up);
+        node.spawn(Self::keep_mended);
         Ok(node)
     }
 

@@ -27,6 +27,7 @@ impl Node {
         if quarantined > 0 {
             notes.push(of_some(quarantined, "in quarantine/, set aside and not used", &aside));
         }
+        notes.extend(self.damage_note(NAMED));
         let counts = found.counts;
         if counts.strangers > 0 {
             let what = "under shards/ with names that are not ours, left alone since the start";

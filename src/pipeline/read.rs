@@ -1,8 +1,8 @@
 //! Reading a stripe back, from replicas or from any pieces that span, every grain verified.
 //!
 //! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
-//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A source that fails or lies is left out, and reading
-//! goes on from the same grain with others.
+//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A grain that is damaged in one file is read from another one,
+//! and the stream goes on behind it. A source that fails is left out, and reading goes on from the same grain with others.
 //! One that is slow, because it gives nothing or little, is passed over, and comes last from then on: it is waited for only when the
 //! others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
@@ -15,31 +15,35 @@ mod source;
 mod state;
 mod way;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 pub use error::ReadError;
 use futures_util::future::try_join_all;
-use inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+pub use inspect::report_damage;
+use inspect::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 pub use reading::Reading;
-use reading::{MAX_BAD_FILES, lock};
+use reading::{BadFile, MAX_BAD_FILES, lock};
 use source::{Fault, Stop, all};
 pub use state::state_on_nodes;
 pub use way::Lost;
-use way::{Holding, Wanted, Way};
+use way::{Coded, Holding, Wanted, Way};
 
 use super::patience::Patience;
 use super::records::StripeInfo;
-use crate::code::{Code, Program, reconstruct};
+use crate::code::{Program, reconstruct};
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
-use crate::id::{Attempt, NodeId};
+use crate::id::NodeId;
 use crate::plan::check::{Goal, check};
 use crate::planner::{Subject, direct_read};
-use crate::wire::calls::Suspect;
+use crate::units::GRAIN_BYTES;
+
+/// Damaged grains that a round reads from elsewhere before it ends, and other sources are chosen.
+const MAX_PATCHES: usize = 16;
 
 /// How far a reading has come, and whom it has been patient with.
 struct Progress {
@@ -72,10 +76,13 @@ pub struct StripeReader {
     key: Arc<FingerprintKey>,
     info: Arc<StripeInfo>,
     way: Way,
+    /// Sources that failed as a whole.
+    out: Mutex<BTreeSet<Holding>>,
 }
 
 impl StripeReader {
-    /// Finds a way to read `blocks` of the stripe, or says what is missing; busy: nobody knows before a node has time.
+    /// Finds a way to read grains `grains` of `blocks` of the stripe, or says what is missing; busy: nobody knows before a node has time.
+    #[expect(clippy::too_many_arguments, reason = "a stripe is many things")]
     pub async fn plan(
         reading: Arc<Reading>,
         root: Arc<ShardRoot>,
@@ -84,6 +91,7 @@ impl StripeReader {
         state: StripeState,
         receipt: Option<Receipt>,
         blocks: &[u8],
+        grains: Range<u64>,
     ) -> Result<Self, ReadError> {
         let info = Arc::new(info);
         let mut nodes: BTreeSet<NodeId> = info.places.iter().copied().collect();
@@ -93,24 +101,28 @@ impl StripeReader {
         let stripe = info.fixed.stripe;
         let is_leaving = reading.is_leaving(stripe);
         let receipt = receipt.as_ref();
-        let wanted = Wanted { root: &root, info: &info, state, receipt, blocks, is_leaving };
-        let find = |held: &Held| wanted.find_way(&reading.readable(stripe, held));
+        let wanted =
+            Wanted { root: &root, info: &info, state, receipt, blocks, grains, is_leaving };
+        let way = |held: &Held| wanted.find_way(&reading.damage_of(stripe), held);
+        let find = |held: &Held| way(&reading.readable(stripe, held));
         // An error is no way, and none that waiting mends.
         let is_enough = |held: &Held| find(held).map_or(true, |way| way.is_some());
         let mut held = Held::new();
-        inspect_all(&reading, stripe, &known, INSPECT_LIMIT, &mut held, is_enough).await;
+        let counting = (stripe, Files::Counting);
+        inspect_all(&reading, counting, &known, INSPECT_LIMIT, &mut held, is_enough).await;
         let mut found = find(&held)?;
         let mut busy = None;
         if found.is_none() {
-            // Everybody else of the ring, and the silent ones again.
+            // All of the ring, the silent ones again; and damaged files.
             nodes.extend(root.ring.iter().map(|member| member.node));
-            let rest = nodes.iter().copied().filter(|node| !held.contains_key(node)).collect();
-            busy = inspect_all(&reading, stripe, &rest, PATIENT_LIMIT, &mut held, is_enough).await;
+            let sources = (stripe, Files::Sources);
+            busy =
+                inspect_all(&reading, sources, &nodes, PATIENT_LIMIT, &mut held, is_enough).await;
             found = find(&held)?;
         }
         if found.is_none() && busy.is_none() {
             // What could not be read once may be read now, when there is nothing else.
-            found = wanted.find_way(&held)?;
+            found = way(&held)?;
         }
         let way = match (found, busy) {
             (Some(way), _) => way,
@@ -120,65 +132,54 @@ impl StripeReader {
             }
             (None, None) => return Err(ReadError::Lost(wanted.explain(&reading, &held))),
         };
-        Ok(Self { reading, root, key, info, way })
+        Ok(Self { reading, root, key, info, way, out: Mutex::default() })
     }
 
     /// Whether pieces have to be decoded.
     pub fn decodes(&self) -> bool {
-        matches!(self.way, Way::Pieces { .. })
+        self.way.by_pieces
     }
 
     /// Streams grains `grains` of each of `blocks` into `sink`; bytes outside `range` of the shard are not delivered.
     pub async fn read(
-        mut self,
+        self,
         blocks: &[u8],
         grains: Range<u64>,
         range: Range<u64>,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
         let target = Target { range, sink };
-        match self.way.clone() {
-            Way::Replicas(replicas) => {
-                // All at once, as pieces are: one after the other they would come at the rate of one node's link.
-                let reads = blocks.iter().map(|&block| {
-                    let sources = replicas.get(&block).cloned().unwrap_or_default();
-                    self.read_replica(block, sources, grains.clone(), &target)
-                });
-                try_join_all(reads).await.map(|_| ())
-            }
-            Way::Pieces { .. } => self.read_pieces(blocks, grains, &target).await,
+        if self.way.by_pieces {
+            return self.read_pieces(blocks, grains, &target).await;
         }
+        // All at once, as pieces are: one after the other they would come at the rate of one node's link.
+        let reads = blocks.iter().map(|&block| self.read_replica(block, grains.clone(), &target));
+        try_join_all(reads).await.map(|_| ())
     }
 
     async fn read_replica(
         &self,
         block: u8,
-        mut sources: Vec<Holding>,
         grains: Range<u64>,
         target: &Target,
     ) -> Result<(), ReadError> {
         let end = crate::units::grains(self.info.fixed.cut.block_len(block)).min(grains.end);
         let mut progress = self.reading.begin(grains.start..end);
-        let (mut is_turned, mut failed) = (false, Vec::new());
+        let mut is_turned = false;
         while !progress.left.is_empty() {
+            let from = progress.left.start;
             // Who was silent comes last, but for its turn after one that is busy; and of those, who was passed over in this stripe.
+            let sources = self.replicas_of(block, &progress);
             let is_new = |source: &&Holding| !progress.passed.contains(&source.node);
             let is_heard = |source: &&Holding| !self.reading.directory.is_silent(source.node);
             let comes_first = |source: &&Holding| is_turned || (is_heard(source) && is_new(source));
             let best = sources.iter().find(comes_first).or_else(|| sources.iter().find(is_new));
-            let Some(&source) = best.or(sources.first()) else {
-                return Err(ReadError::Lost(Lost {
-                    shard: self.root.name.to_string(),
-                    stripe: self.info.fixed.stripe.index,
-                    needs: format!("a good replica of block {}", block + 1),
-                    missing: vec![
-                        "every holder failed while it was read (see the incidents)".into(),
-                    ],
-                }));
-            };
-            let from = progress.left.start;
+            let best = best.or(sources.first()).copied();
             is_turned = false;
-            let round = self.replica_round(block, source, &mut progress, target).await;
+            let round = match best {
+                Some(source) => self.replica_round(block, source, &mut progress, target).await,
+                None => self.patch(&[block], &mut progress, target).await,
+            };
             if progress.left.start > from {
                 progress.patience = self.reading.patience();
             }
@@ -187,19 +188,40 @@ impl StripeReader {
                 Err(Stop::Fatal(error)) => return Err(error),
                 Err(Stop::Busy { holding, reason }) => {
                     self.wait(&mut progress.patience, &holding, reason).await?;
-                    sources.sort_by_key(|source| *source == holding);
+                    progress.busy = Some(holding.node);
                     is_turned = true;
                 }
                 Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
                 Err(Stop::Source { holding, reason, fault }) => {
                     self.left_out(&holding, &reason, fault);
-                    sources.retain(|source| *source != holding);
-                    let node = self.reading.directory.name(holding.node);
-                    failed.push(format!("that on {node}, which was left out: {reason}"));
                 }
             }
         }
         Ok(())
+    }
+
+    /// The sources of a block that have the next grain good: those that count first, with little damage, and not busy.
+    fn replicas_of(&self, block: u8, progress: &Progress) -> Vec<Holding> {
+        let sources = self.way.replicas.get(&block).into_iter().flatten().copied();
+        let is_good = |source: &Holding| self.is_good(source, progress.left.start);
+        let mut sources: Vec<Holding> = sources.filter(is_good).collect();
+        sources.sort_by_key(|source| {
+            (progress.busy == Some(source.node), !source.counts, self.damaged_grains(source))
+        });
+        sources
+    }
+
+    fn bad_file(&self, source: &Holding) -> BadFile {
+        (self.info.fixed.stripe, source.node, source.file)
+    }
+
+    /// Whether nothing is known against a grain of a source.
+    fn is_good(&self, source: &Holding, grain: u64) -> bool {
+        !lock(&self.out).contains(source) && !self.reading.is_damaged(self.bad_file(source), grain)
+    }
+
+    fn damaged_grains(&self, source: &Holding) -> usize {
+        self.reading.damaged_count(self.bad_file(source))
     }
 
     async fn replica_round(
@@ -220,20 +242,25 @@ impl StripeReader {
     }
 
     async fn read_pieces(
-        &mut self,
+        &self,
         blocks: &[u8],
         grains: Range<u64>,
         target: &Target,
     ) -> Result<(), ReadError> {
         let mut progress = self.reading.begin(grains);
-        loop {
+        while !progress.left.is_empty() {
             let from = progress.left.start;
-            let round = self.pieces_round(blocks, &mut progress, target).await;
+            let round = match self.choose_pieces(blocks, &progress) {
+                Some((program, sources)) => {
+                    self.pieces_round(blocks, program, &sources, &mut progress, target).await
+                }
+                None => self.patch(blocks, &mut progress, target).await,
+            };
             if progress.left.start > from {
                 progress.patience = self.reading.patience();
             }
             match round {
-                Ok(()) => return Ok(()),
+                Ok(()) => {}
                 Err(Stop::Fatal(error)) => return Err(error),
                 Err(Stop::Busy { holding, reason }) => {
                     progress.busy = Some(holding.node);
@@ -242,71 +269,170 @@ impl StripeReader {
                 Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
                 Err(Stop::Source { holding, reason, fault }) => {
                     self.left_out(&holding, &reason, fault);
-                    if let Way::Pieces { pieces, .. } = &mut self.way {
-                        pieces.retain(|_, piece| *piece != holding);
-                    }
                 }
             }
         }
+        Ok(())
     }
 
-    async fn pieces_round(
+    /// A program that decodes `blocks` from pieces that have the next grain good, and the sources of its pieces; `None`: they do not span.
+    fn choose_pieces(
         &self,
         blocks: &[u8],
-        progress: &mut Progress,
-        target: &Target,
-    ) -> Result<(), Stop> {
-        let Way::Pieces { code, attempt, pieces } = &self.way else { return Ok(()) };
-        let available: Vec<usize> = pieces.keys().copied().collect();
+        progress: &Progress,
+    ) -> Option<(Arc<Program>, Vec<Holding>)> {
+        let coded = self.way.coded.as_ref()?;
+        let mut sources: BTreeMap<usize, Holding> = BTreeMap::new();
+        for (&piece, holders) in &coded.pieces {
+            let good = holders.iter().find(|source| self.is_good(source, progress.left.start));
+            if let Some(source) = good {
+                sources.insert(piece, *source);
+            }
+        }
         let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
-        let too_few = |_| Lost {
-            shard: self.root.name.to_string(),
-            stripe: self.info.fixed.stripe.index,
-            needs: format!("{} good pieces that span", code.k()),
-            missing: vec![format!("only {} pieces are left", available.len())],
-        };
-        let node = |piece: &usize| pieces[piece].node;
+        let node = |piece: &usize| sources[piece].node;
         let is_busy = |piece: &usize| progress.busy == Some(node(piece));
         let is_passed = |piece: &usize| progress.passed.contains(&node(piece));
         let is_heard = |piece: &usize| !self.reading.directory.is_silent(node(piece));
-        let is_ready = |piece: &usize| is_heard(piece) && !is_busy(piece) && !is_passed(piece);
+        let is_sound = |piece: &usize| {
+            let source = &sources[piece];
+            source.counts && self.damaged_grains(source) <= MAX_PATCHES
+        };
+        let is_ready = |piece: &usize| {
+            is_heard(piece) && !is_busy(piece) && !is_passed(piece) && is_sound(piece)
+        };
         let (mut chosen, mut others): (Vec<usize>, Vec<usize>) =
-            available.iter().copied().partition(is_ready);
-        let mut program = reconstruct(code, &chosen, &wanted);
-        // No more of the silent and the busy than it takes; last who was passed over.
-        others.sort_by_key(|piece| (is_passed(piece), is_busy(piece)));
+            sources.keys().copied().partition(is_ready);
+        let mut program = reconstruct(&coded.code, &chosen, &wanted);
+        // No more of the damaged, the silent and the busy than it takes; last who was passed over.
+        others.sort_by_key(|piece| (is_passed(piece), is_busy(piece), !is_heard(piece)));
         for piece in others {
             if program.is_ok() {
                 break;
             }
             chosen.push(piece);
             chosen.sort_unstable();
-            program = reconstruct(code, &chosen, &wanted);
+            program = reconstruct(&coded.code, &chosen, &wanted);
         }
-        let program = program.map_err(too_few).map_err(ReadError::Lost)?;
-        let program = Arc::new(program);
-        let sources: Vec<Holding> = program.pieces().iter().map(|piece| pieces[piece]).collect();
-        self.prove(code, *attempt, &program, &sources, blocks, progress.left.clone())?;
+        let program = program.ok()?;
+        let sources = program.pieces().iter().map(|piece| sources[piece]).collect();
+        Some((Arc::new(program), sources))
+    }
+
+    async fn pieces_round(
+        &self,
+        blocks: &[u8],
+        program: Arc<Program>,
+        sources: &[Holding],
+        progress: &mut Progress,
+        target: &Target,
+    ) -> Result<(), Stop> {
+        self.prove(&program, sources, blocks, progress.left.clone())?;
         // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
         let files = all(sources.iter().map(|&source| self.open(source, progress))).await?;
         self.read_grains(files, Some(program), blocks, progress, target).await
     }
 
+    /// Reads the next grain of each block from wherever it is good: a replica, or pieces.
+    async fn patch(
+        &self,
+        blocks: &[u8],
+        progress: &mut Progress,
+        target: &Target,
+    ) -> Result<(), Stop> {
+        let grain = progress.left.start;
+        let left = grain..grain + 1;
+        let (passed, patience) = (progress.passed.clone(), self.reading.patience());
+        let alone = Progress { left, passed, busy: progress.busy, patience };
+        let mut coded = Vec::new();
+        for &block in blocks {
+            if self.info.fixed.cut.block_len(block) <= grain * GRAIN_BYTES {
+                continue;
+            }
+            loop {
+                let mut sources = self.replicas_of(block, &alone);
+                sources.sort_by_key(|source| alone.passed.contains(&source.node));
+                let Some(&source) = sources.first() else {
+                    coded.push(block);
+                    break;
+                };
+                if self.read_one(&[source], None, &[block], &alone, target).await? {
+                    break;
+                }
+            }
+        }
+        while !coded.is_empty() {
+            let Some((program, sources)) = self.choose_pieces(&coded, &alone) else {
+                return Err(ReadError::Lost(self.lost_grain(&coded, grain)).into());
+            };
+            self.prove(&program, &sources, &coded, alone.left.clone())?;
+            if self.read_one(&sources, Some(program), &coded, &alone, target).await? {
+                break;
+            }
+        }
+        progress.left.start += 1;
+        Ok(())
+    }
+
+    /// Reads the one grain that is left from these sources; `false`: one of them is out, or has it damaged.
+    async fn read_one(
+        &self,
+        sources: &[Holding],
+        program: Option<Arc<Program>>,
+        blocks: &[u8],
+        alone: &Progress,
+        target: &Target,
+    ) -> Result<bool, Stop> {
+        let grain = alone.left.start;
+        let read = async {
+            let mut files = all(sources.iter().map(|&source| self.open(source, alone))).await?;
+            self.grains(&mut files, grain).await
+        };
+        match read.await {
+            Ok(Some(inputs)) => {
+                let is_decoded = program.is_some();
+                let work = self.work(inputs, program, blocks, grain, target);
+                match (self.reading.workers.run(work).await?, sources) {
+                    (Err(ReadError::Decoded { .. }), [source]) if !is_decoded => {
+                        self.left_out(source, "its bytes are not what was saved", Fault::Rotten);
+                        Ok(false)
+                    }
+                    (done, _) => Ok(done.map(|()| true)?),
+                }
+            }
+            Ok(None) => Ok(false),
+            Err(Stop::Source { holding, reason, fault }) => {
+                self.left_out(&holding, &reason, fault);
+                Ok(false)
+            }
+            Err(stop) => Err(stop),
+        }
+    }
+
+    fn lost_grain(&self, blocks: &[u8], grain: u64) -> Lost {
+        let named: Vec<String> = blocks.iter().map(u8::to_string).collect();
+        Lost {
+            shard: self.root.name.to_string(),
+            stripe: self.info.fixed.stripe.index,
+            needs: format!("grain {grain} of block {}", named.join(", ")),
+            missing: vec!["every source failed while it was read (see the incidents)".into()],
+        }
+    }
+
     /// The symbolic check of what is about to be decoded.
     fn prove(
         &self,
-        code: &Code,
-        attempt: Attempt,
         program: &Program,
         sources: &[Holding],
         blocks: &[u8],
         grains: Range<u64>,
     ) -> Result<(), ReadError> {
+        let Some(Coded { code, attempt, .. }) = &self.way.coded else { return Ok(()) };
         let homes: Vec<NodeId> = sources.iter().map(|source| source.node).collect();
         let fixed = &self.info.fixed;
         let subject = Subject {
             stripe: fixed.stripe,
-            attempt,
+            attempt: *attempt,
             cut: fixed.cut,
             places: &self.info.places,
             code,
@@ -342,7 +468,34 @@ impl StripeReader {
         }
     }
 
+    /// A grain of a source is damaged: others have it, and the node is told, which looks for itself.
+    fn came_damaged(&self, holding: &Holding, grain: u64) {
+        let file = self.bad_file(holding);
+        if !self.reading.grain_came_damaged(file, grain) {
+            lock(&self.out).insert(*holding);
+        }
+        self.came_broken(holding, &format!("its grain {grain} is read from elsewhere"));
+    }
+
+    /// A source is damaged, and used as far as it is good. Its node is told once, and the report says so.
+    fn came_broken(&self, holding: &Holding, how: &str) {
+        let is_news = {
+            let mut told = lock(&self.reading.told);
+            told.len() < MAX_BAD_FILES && told.insert(self.bad_file(holding))
+        };
+        if is_news {
+            let name = self.reading.directory.name(holding.node);
+            let (file, stripe) = (holding.file, self.info.fixed.stripe);
+            self.reading.note(format!("{file} of stripe {stripe} on {name} is damaged: {how}"));
+            // Its node knows of a file that does not count. Two of them that mend from each other would tell each other for ever.
+            if holding.counts {
+                self.tell(holding);
+            }
+        }
+    }
+
     fn left_out(&self, holding: &Holding, reason: &str, fault: Fault) {
+        lock(&self.out).insert(*holding);
         if fault == Fault::Silent {
             self.reading.directory.heard(holding.node, false);
         }
@@ -366,12 +519,16 @@ impl StripeReader {
             known.insert((stripe, holding.node, holding.file));
         }
         drop(known);
+        self.tell(holding);
+    }
+
+    /// The node looks for itself: it notes damage, and takes a file off its list if it is gone. Nobody waits for that.
+    fn tell(&self, holding: &Holding) {
         if let Some(to) = self.reading.directory.address(holding.node) {
-            // The node looks for itself: it sets the file aside if it is rotten, and takes it off its list if it is gone. Nobody waits
-            // for that.
-            let (caller, file) = (self.reading.caller.clone(), holding.file);
+            let (stripe, file) = (self.info.fixed.stripe, holding.file);
+            let caller = self.reading.caller.clone();
             tokio::spawn(async move {
-                let _ = caller.call(&to, &Suspect { stripe, file }).await;
+                report_damage(&caller, &to, stripe, file).await;
             });
         }
     }

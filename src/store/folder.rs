@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
+use super::damage::Notes;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
 use super::index::{FileInfo, Index, Totals};
 use super::kv::Kv;
@@ -59,6 +60,7 @@ struct Inner {
     noting: Mutex<()>,
     next_quarantine: AtomicU64,
     graves: Mutex<()>,
+    damaged: Mutex<Notes>,
     found: OnceLock<Found>,
     _lock: DiskLock,
 }
@@ -103,6 +105,7 @@ impl Store {
             noting: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
             graves: Mutex::default(),
+            damaged: Mutex::default(),
             found: OnceLock::new(),
             _lock: lock,
         };
@@ -208,6 +211,10 @@ impl Store {
         &self.inner.index
     }
 
+    pub(super) fn damaged(&self) -> &Mutex<Notes> {
+        &self.inner.damaged
+    }
+
     /// Held over a change of graves.
     pub(super) fn graves(&self) -> &Mutex<()> {
         &self.inner.graves
@@ -227,8 +234,14 @@ impl Store {
         self.inner.node
     }
 
-    /// Opens a file; its header and tree are checked, its data is when it is read.
+    /// Opens a file that counts; its header and tree are checked, its data is when it is read.
+    ///
+    /// # Errors
+    /// [`StoreError::Damaged`] when it is known to be damaged, and whatever is wrong with it.
     pub fn open_file(&self, key: FileKey) -> Result<StoredFile, StoreError> {
+        if self.is_damaged(key) {
+            return Err(StoreError::Damaged { key });
+        }
         StoredFile::open(self.disk(), self.cluster(), key)
     }
 
@@ -237,6 +250,7 @@ impl Store {
     pub fn remove(&self, key: FileKey) -> Result<bool, StoreError> {
         let removed = self.names().remove(&file_path(key))?;
         self.unlist(key);
+        self.forget_note(key, |_| self.number_of(key).is_none())?;
         Ok(removed)
     }
 
@@ -259,9 +273,12 @@ impl Store {
         }
     }
 
-    /// The replica and piece files of a stripe, by name, as the index has them.
+    /// The replica and piece files of a stripe that count, by name, as the index has them.
     pub fn find(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
-        self.index().find(stripe)
+        let mut found = self.index().find(stripe)?;
+        let notes = self.notes();
+        found.retain(|info| !notes.contains_key(&info.key()));
+        Ok(found)
     }
 
     /// The replica and piece files of a stripe that the folder has or the index names, with their lengths: what a removal goes by.
@@ -275,7 +292,7 @@ impl Store {
         };
         let mut files: Vec<(FileKey, u64)> = on_disk.filter_map(key).collect();
         // An index that fails names nothing; the next start mends it.
-        for info in self.find(stripe).unwrap_or_default() {
+        for info in self.index().find(stripe).unwrap_or_default() {
             if files.iter().all(|(key, _)| *key != info.key()) {
                 files.push((info.key(), 0));
             }

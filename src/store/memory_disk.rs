@@ -31,6 +31,8 @@ struct Shared {
     locks: Mutex<HashMap<String, Weak<()>>>,
     capacity_bytes: AtomicU64,
     used: Arc<AtomicU64>,
+    /// The number of the next file; images of the disk go on from it.
+    next_number: Arc<AtomicU64>,
 }
 
 /// The disk. Clones are the same disk; [`crash`](Self::crash) makes another one.
@@ -46,10 +48,15 @@ fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl MemoryDisk {
     /// An empty disk of `capacity_bytes`.
     pub fn new(capacity_bytes: u64) -> Self {
-        Self::with(Arc::default(), capacity_bytes, Arc::default())
+        Self::with(Arc::default(), capacity_bytes, Arc::default(), Arc::new(AtomicU64::new(1)))
     }
 
-    fn with(root: Arc<Mutex<DirState>>, capacity_bytes: u64, used: Arc<AtomicU64>) -> Self {
+    fn with(
+        root: Arc<Mutex<DirState>>,
+        capacity_bytes: u64,
+        used: Arc<AtomicU64>,
+        next_number: Arc<AtomicU64>,
+    ) -> Self {
         let shared = Shared {
             root,
             faults: Mutex::default(),
@@ -57,6 +64,7 @@ impl MemoryDisk {
             locks: Mutex::default(),
             capacity_bytes: AtomicU64::new(capacity_bytes),
             used,
+            next_number,
         };
         Self { shared: Arc::new(shared) }
     }
@@ -80,7 +88,8 @@ impl MemoryDisk {
     fn image(&self, left: Left<'_>) -> Self {
         let used = Arc::default();
         let root = image_of_dir(&self.shared.root, left, &used);
-        Self::with(root, self.shared.capacity_bytes.load(Ordering::Relaxed), used)
+        let capacity_bytes = self.shared.capacity_bytes.load(Ordering::Relaxed);
+        Self::with(root, capacity_bytes, used, self.shared.next_number.clone())
     }
 
     /// Changes the capacity; what is there stays.
@@ -137,7 +146,9 @@ impl Disk for MemoryDisk {
         if dir.seen.contains_key(name) {
             return Err(DiskError::Exists { path: path.to_owned() });
         }
-        let node = Arc::new(FileNode { state: Mutex::default(), used: self.shared.used.clone() });
+        let number = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
+        let (state, used) = (Mutex::default(), self.shared.used.clone());
+        let node = Arc::new(FileNode { state, used, number });
         dir.seen.insert(name.to_owned(), Node::File(node.clone()));
         Ok(self.handle(path, node))
     }
@@ -318,7 +329,7 @@ impl DiskFile for MemoryFile {
     }
 
     fn number(&self) -> Result<u64, DiskError> {
-        Ok(Arc::as_ptr(&self.node) as u64)
+        Ok(self.node.number)
     }
 }
 

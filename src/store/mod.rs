@@ -15,12 +15,14 @@
 //! epoch, members, heard       what the node remembers of its cluster and of the catalogue
 //! graves/                     ids of removed saves whose files are gone
 //! quarantine/                 files moved aside, each with a `.why`
+//! shards/SHARD/INDEX/damage-* damage notes, small records of a stripe
 //! shards/SHARD/NAME           small records of a shard
 //! shards/SHARD/INDEX/NAME     small records of a stripe (INDEX: 8 hexadecimal digits)
 //! shards/SHARD/INDEX/FILE     replica and piece files (format::file names them)
 //! ```
 
 mod block_writer;
+mod damage;
 pub mod disk;
 mod epoch;
 mod folder;
@@ -40,6 +42,7 @@ mod stored_file;
 mod temporary;
 
 pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
+pub use damage::{Look, Source, SourceFile};
 pub use disk::{Disk, DiskError, DiskFile};
 pub use folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use index::{FileInfo, Totals};
@@ -103,6 +106,12 @@ pub enum StoreError {
         key: FileKey,
         /// The grain.
         grain: u64,
+    },
+    /// The file is known to be damaged, and does not count.
+    #[error("{key} is damaged: use another copy")]
+    Damaged {
+        /// The file.
+        key: FileKey,
     },
     /// What came back from the medium is not what was written.
     #[error(
@@ -210,6 +219,7 @@ impl StoreError {
             Self::Format { source, .. } | Self::Epoch { source, .. } => source.kind(),
             Self::Misplaced { .. }
             | Self::Grain { .. }
+            | Self::Damaged { .. }
             | Self::ReadBack { .. }
             | Self::Root { .. } => Kind::Corrupt,
             Self::Conflict { .. } | Self::Fixed { .. } => Kind::Exists,

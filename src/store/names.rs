@@ -130,8 +130,26 @@ impl Names {
     /// durable; `false` when there is none. That is made durable too: an earlier call may have removed it and
     /// failed before its sync.
     pub(super) fn remove(&self, path: &str) -> Result<bool, DiskError> {
+        self.remove_if(path, || true)
+    }
+
+    /// Runs `work` while no name can change.
+    pub(super) fn hold<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _made = self.made();
+        work()
+    }
+
+    /// As [`remove`](Self::remove), if `is_it` still says so when no name can change.
+    pub(super) fn remove_if(
+        &self,
+        path: &str,
+        is_it: impl FnOnce() -> bool,
+    ) -> Result<bool, DiskError> {
         let (removed, left) = {
             let mut made = self.made();
+            if !is_it() {
+                return Ok(false);
+            }
             match self.disk.remove(path) {
                 Ok(()) => (true, self.remove_empty_dirs(parent(path), &mut made)),
                 Err(DiskError::NotFound { .. }) => (false, parent(path)),

@@ -29,6 +29,7 @@ impl Store {
     ) -> Result<bool, StoreError> {
         let moved = self.move_to_quarantine(key, judged, why)?;
         if moved {
+            self.forget_note(key, |_| self.number_of(key).is_none())?;
             self.index().count_quarantined();
             self.unlist(key);
         }
@@ -44,7 +45,8 @@ impl Store {
     ) -> Result<bool, StoreError> {
         let number = self.next_quarantine().fetch_add(1, Ordering::Relaxed);
         let aside = format!("{QUARANTINE}/{number:06}-{}", key.to_string().replace('/', "-"));
-        let is_it = || match (self.open_file(key), judged) {
+        let there = || StoredFile::open(self.disk(), self.cluster(), key);
+        let is_it = || match (there(), judged) {
             (Ok(there), Some(judged)) => there.is_same_as(judged),
             (Ok(_), None) => Ok(false),
             (Err(error), judged) => match error.kind() {

@@ -8,11 +8,13 @@ use std::collections::HashSet;
 use serde::Serialize;
 
 use super::StoreError;
+use super::damage::is_damage;
 use super::disk::DiskEntry;
 use super::folder::Store;
 use super::index::{FileInfo, Totals};
 use super::names::{SHARDS, parse_stripe_index, shard_dir, stripe_dir};
 use super::small::is_small_name;
+use super::stored_file::StoredFile;
 use crate::format::file::{FileKey, FileName};
 use crate::id::{ShardId, StripeId};
 use crate::kind::Kind;
@@ -27,7 +29,9 @@ pub struct Reconciled {
     pub added: u64,
     /// Entries without a file.
     pub dropped: u64,
-    /// Files that proved nothing and are in quarantine now.
+    /// Files whose tail does not open: noted, and not counted.
+    pub damaged: u64,
+    /// Files under names that are not theirs, in quarantine now.
     pub quarantined: u64,
     /// Files that could not be read now (disk errors, a later release's): left, and not in the index.
     pub unreadable: u64,
@@ -129,10 +133,18 @@ impl Walk<'_> {
         let known = self.store.index().find(stripe)?;
         let mut files = Vec::new();
         let folder = stripe_dir(stripe);
-        for entry in self.store.disk().list(&folder)? {
+        let entries = self.store.disk().list(&folder)?;
+        let notes: Vec<String> = entries.iter().map(|entry| entry.name.clone()).collect();
+        self.store.load_notes(stripe, &notes)?;
+        for entry in entries {
             match entry.name.parse::<FileName>().ok().filter(|_| !entry.is_dir) {
                 Some(name) => {
-                    files.extend(self.file(FileKey { stripe, name }, entry.len_bytes, &known)?);
+                    files.extend(self.file(
+                        FileKey { stripe, name },
+                        entry.len_bytes,
+                        &known,
+                        totals,
+                    )?);
                 }
                 None => self.small(&folder, &entry, totals),
             }
@@ -148,15 +160,22 @@ impl Walk<'_> {
         key: FileKey,
         file_bytes: u64,
         known: &[FileInfo],
+        totals: &mut Totals,
     ) -> Result<Option<FileInfo>, StoreError> {
         let fits = |info: &&FileInfo| info.key() == key && info.file_bytes == file_bytes;
         if let Some(info) = known.iter().find(fits) {
             return Ok(Some(*info));
         }
-        match self.store.open_file(key) {
+        match StoredFile::open(self.store.disk(), self.store.cluster(), key) {
             Ok(file) => {
                 self.report.added += 1;
                 Ok(Some(file.info()))
+            }
+            Err(_) if self.store.is_damaged(key) => Ok(None),
+            Err(error) if is_damage(&error) => {
+                totals.small_bytes += self.store.note_tail(key, &error).unwrap_or_default();
+                self.report.damaged += 1;
+                Ok(None)
             }
             Err(error) if error.kind() == Kind::Corrupt => {
                 let moved = self.store.move_to_quarantine(key, None, &error.to_string())?;

@@ -127,12 +127,40 @@ impl Store {
         self.put_record_if(path, bytes, |_| Ok(()))
     }
 
+    /// As [`put_record`](Self::put_record), if `check` agrees when no name can change.
+    pub(super) fn put_record_when(
+        &self,
+        path: &str,
+        bytes: &[u8],
+        check: impl FnOnce() -> Result<(), StoreError>,
+    ) -> Result<Option<u64>, StoreError> {
+        self.write_record(path, bytes, |path| {
+            check()?;
+            let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
+            Ok(Some(file.len_bytes()?))
+        })
+    }
+
     /// `check` sees the record that is there, when no other name can change.
     fn put_record_if(
         &self,
         path: &str,
         bytes: &[u8],
         check: impl FnOnce(&dyn DiskFile) -> Result<(), StoreError>,
+    ) -> Result<Option<u64>, StoreError> {
+        self.write_record(path, bytes, |path| {
+            let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
+            check(file.as_ref())?;
+            Ok(Some(file.len_bytes()?))
+        })
+    }
+
+    /// Writes a record where `old_len`, which runs when no name can change, finds no reason against it.
+    fn write_record(
+        &self,
+        path: &str,
+        bytes: &[u8],
+        old_len: impl FnOnce(&str) -> Result<Option<u64>, StoreError>,
     ) -> Result<Option<u64>, StoreError> {
         if bytes.len() as u64 > MAX_SMALL_BYTES {
             return Err(StoreError::TooLong { bytes: bytes.len() as u64 });
@@ -142,14 +170,9 @@ impl Store {
             file.write_at(bytes, 0)?;
             file.sync()
         });
-        let old_len = || -> Result<Option<u64>, StoreError> {
-            let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
-            check(file.as_ref())?;
-            Ok(Some(file.len_bytes()?))
-        };
         let done = written
             .map_err(StoreError::from)
-            .and_then(|()| self.names().publish(&temporary, path, old_len));
+            .and_then(|()| self.names().publish(&temporary, path, || old_len(path)));
         if done.is_err() {
             // Whatever is left of it goes at the next open.
             let _ = self.disk().remove(&temporary);

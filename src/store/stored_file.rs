@@ -2,11 +2,13 @@
 //! this cluster. Its data is proven grain by grain, as it is read.
 
 use super::StoreError;
+use super::damage::SourceFile;
 use super::disk::{AlignedBuffer, Disk, DiskFile};
 use super::index::FileInfo;
 use super::names::file_path;
 use crate::format::FormatError;
 use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
+use crate::format::grain_set::GrainSet;
 use crate::format::tree::{GrainTree, grain_len};
 use crate::id::ClusterId;
 use crate::units::{GRAIN_BYTES, MIB, grains};
@@ -33,11 +35,37 @@ impl StoredFile {
         let file = disk.open(&path)?;
         let file_bytes = file.len_bytes()?;
         let (header, tree) = read_tail(file.as_ref(), file_bytes, &path)?;
-        if header.cluster != cluster || header.key() != key {
-            let found = format!("{} of cluster {}", header.key(), header.cluster);
-            return Err(StoreError::Misplaced { path, found });
-        }
+        Self::check_name(&header, cluster, key)?;
         Ok(Self { file, key, header, tree, file_bytes })
+    }
+
+    /// A file whose tail was read and checked.
+    pub(super) fn from_parts(
+        file: Box<dyn DiskFile>,
+        key: FileKey,
+        header: FileHeader,
+        tree: GrainTree,
+        file_bytes: u64,
+    ) -> Self {
+        Self { file, key, header, tree, file_bytes }
+    }
+
+    /// Refuses a header that is of another file than the one with the name `key`.
+    pub(super) fn check_name(
+        header: &FileHeader,
+        cluster: ClusterId,
+        key: FileKey,
+    ) -> Result<(), StoreError> {
+        if header.cluster == cluster && header.key() == key {
+            return Ok(());
+        }
+        let found = format!("{} of cluster {}", header.key(), header.cluster);
+        Err(StoreError::Misplaced { path: file_path(key), found })
+    }
+
+    /// The same file, for readers that prove what they get.
+    pub fn into_source(self) -> SourceFile {
+        SourceFile::new(self.file, Some((self.header, self.tree)), GrainSet::default())
     }
 
     /// What the file says about itself.
@@ -124,7 +152,7 @@ impl StoredFile {
 }
 
 /// Reads and parses what lies behind the data, from the trailer back.
-fn read_tail(
+pub(super) fn read_tail(
     file: &dyn DiskFile,
     file_bytes: u64,
     path: &str,

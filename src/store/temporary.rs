@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use super::StoreError;
+use super::damage::is_damage;
 use super::disk::DiskFile;
 use super::folder::Store;
 use super::index::FileInfo;
@@ -111,19 +112,28 @@ impl Temporary {
     /// Gives the file, which is whole and synced, its name, and returns when that is durable and indexed.
     pub(super) fn publish(mut self, tail: &Tail) -> Result<Stored, StoreError> {
         let (key, header) = (self.key(), &tail.header);
-        let was_there = self.take_name(header)?;
+        let (was_there, replaced) = self.take_name(header)?;
         self.published = true;
+        if let Some(number) = replaced {
+            self.store.forget_note(key, |damage| damage.number == number)?;
+        }
         let file_bytes = header.len_bytes + tail.bytes.len() as u64;
         self.store.index().update(key, Some(FileInfo::of(header, file_bytes)))?;
         Ok(Stored { key, root: header.root, len_bytes: header.len_bytes, was_there })
     }
 
-    /// Takes the name, unless other content has it. A file there that proves nothing is moved to quarantine.
-    fn take_name(&self, header: &FileHeader) -> Result<bool, StoreError> {
+    /// Takes the name, unless other content that counts has it. A file there that proves nothing is moved to quarantine. Returns whether
+    /// the same content was there, and the number of a damaged file that was replaced.
+    fn take_name(&self, header: &FileHeader) -> Result<(bool, Option<u64>), StoreError> {
         let (store, key) = (&self.store, self.key());
         let take = || {
             let path = file_path(key);
-            store.names().publish(&self.path, &path, || same_content(store, key, header))
+            store.names().publish(&self.path, &path, || match store.noted_number(key) {
+                Some(number) => {
+                    replaces_damaged(store, key, header).map(|()| (false, Some(number)))
+                }
+                None => same_content(store, key, header).map(|is_same| (is_same, None)),
+            })
         };
         match take() {
             Err(error) if error.kind() == Kind::Corrupt => {
@@ -145,6 +155,14 @@ fn same_content(store: &Store, key: FileKey, header: &FileHeader) -> Result<bool
         Ok(_) => Err(StoreError::Conflict { key }),
         Err(error) if error.kind() == Kind::NotFound => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+/// Refuses to replace a damaged file by one of other content; a file whose tail does not open tells no content.
+fn replaces_damaged(store: &Store, key: FileKey, header: &FileHeader) -> Result<(), StoreError> {
+    match same_content(store, key, header) {
+        Err(error) if is_damage(&error) => Ok(()),
+        other => other.map(drop),
     }
 }
 

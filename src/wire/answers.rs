@@ -8,6 +8,7 @@ use super::calls::*;
 use super::order::HopWork;
 use crate::code::CodeId;
 use crate::format::file::FileName;
+use crate::format::grain_set::GrainSet;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
 use crate::id::{
     Attempt, ClusterId, Epoch, Generation, Job, LeaseId, MapId, PeerName, SaveId, ShardId, Step,
@@ -381,10 +382,21 @@ pub struct FileView {
     pub root: [u8; 32],
 }
 
-/// Answer to [`Read`].
+/// A file that grains can be read from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SourceView {
+    /// Which.
+    pub file: FileName,
+    /// Its data bytes and their BLAKE3; `None` when its tail is broken.
+    pub content: Option<(u64, [u8; 32])>,
+    /// The grains that are known to be damaged; `None` when the file counts.
+    pub damaged: Option<GrainSet>,
+}
+
+/// Answer to [`Read`] and [`ReadSource`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadAnswer {
-    /// Data bytes of the whole file.
+    /// Data bytes of the whole file; 0 when its tail is broken.
     pub len_bytes: u64,
     /// Grain hashes of the whole file, if wanted: a BLAKE3 tree whose root the reader knows.
     pub hashes: Vec<[u8; 32]>,

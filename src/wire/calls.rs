@@ -192,7 +192,8 @@ calls! {
         /// Whether the grain hashes are wanted.
         hashes: bool,
     } -> ReadAnswer;
-    /// Reports that a file's bytes are not what they should be; the node checks it and sets it aside.
+    /// Reports that a file's bytes are not what they should be. The node looks at it, notes damage, and mends a replica. Answers whether it
+    /// is damaged or gone.
     25 Anyone Suspect {
         /// The stripe.
         stripe: StripeId,
@@ -206,6 +207,24 @@ calls! {
     } -> Vec<SaveId>;
     /// The nodes of the cluster, as this one last heard of them.
     27 Anyone Members {} -> Vec<Node>;
+    /// Names the files of a stripe that grains can be read from, damaged ones among them.
+    28 Anyone ListSources {
+        /// The stripe.
+        stripe: StripeId,
+    } -> Vec<SourceView>;
+    /// As [`Read`], also of a damaged file: what cannot be read comes as zeros.
+    29 Anyone ReadSource {
+        /// The stripe.
+        stripe: StripeId,
+        /// Which file.
+        file: FileName,
+        /// First byte.
+        from: u64,
+        /// Number of bytes; with `from` at most the longest block.
+        len_bytes: u64,
+        /// Whether the grain hashes are wanted; there are none when the file's tail is broken.
+        hashes: bool,
+    } -> ReadAnswer;
 
     /// Registers a node and keeps its lease.
     40 Nodes Register {

@@ -364,7 +364,7 @@ async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
     world.until_live(4).await;
     let (boss, to) = (world.voice(Role::Node, "boss"), world.node_address(*here));
     let refused = boss.ask(&to, &call).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Corrupt, "{refused}");
+    assert_eq!(refused.kind(), Kind::Lost, "{refused}");
     assert_eq!(of_names(&world, "/block-00.rep"), holders[1..]);
     drop(forger);
     world.doors.clear();

@@ -1,8 +1,9 @@
-//! Bytes that rot on disks: found, left out, reported, set aside; and never part of what is restored or archived.
+//! Bytes that rot on disks: found, read around grain by grain, reported, mended; and never part of what is restored or archived.
 
 use bytes::Bytes;
 use rapidraid::client::ArchiveReport;
-use rapidraid::id::Step;
+use rapidraid::format::file::FileKey;
+use rapidraid::id::{Step, StripeId};
 use rapidraid::kind::Kind;
 use rapidraid::store::Disk;
 use rapidraid::wire::calls::PlanChoice;
@@ -53,10 +54,17 @@ impl Damage {
         }
     }
 
-    /// What is there and wrong is set aside.
-    fn is_set_aside(self) -> bool {
-        !matches!(self, Damage::Gone)
+    fn is_gone(self) -> bool {
+        matches!(self, Damage::Gone)
     }
+}
+
+/// The key of the file at `shards/SHARD/INDEX/NAME`.
+fn key_of(path: &str) -> FileKey {
+    let parts: Vec<&str> = path.split('/').collect();
+    let index = u32::from_str_radix(parts[2], 16).unwrap();
+    let stripe = StripeId { shard: parts[1].parse().unwrap(), index };
+    FileKey { stripe, name: parts[3].parse().unwrap() }
 }
 
 async fn archive(world: &World, step: u64, plan: PlanChoice) -> ArchiveReport {
@@ -72,7 +80,7 @@ async fn files(world: &World, step: u64, stripe: u32, name: &str) -> Vec<(usize,
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rotten_replica_is_found_by_restore_named_and_set_aside() {
+async fn a_damaged_replica_is_found_by_restore_named_and_mended() {
     let world = World::start(6, &[(6, 4)], BLOCK).await;
     let client = world.client();
     let bytes = content(LEN, 1);
@@ -91,11 +99,17 @@ async fn a_rotten_replica_is_found_by_restore_named_and_set_aside() {
             assert!(report.incidents.len() < 2 && all_named, "{damage:?}: {:?}", report.incidents);
             if !report.incidents.is_empty() {
                 named += 1;
-                let gone = || !world.files(|path| path == victim.1).contains(&victim);
-                world.until("the file set aside", gone).await;
-                let name = victim.1.replace("shards/", "").replace('/', "-");
-                let aside = if damage.is_set_aside() { vec![victim.0] } else { vec![] };
-                assert_eq!(world.quarantined(&name), aside, "{damage:?}");
+                let key = key_of(&victim.1);
+                let store = world.nodes[&victim.0].store().clone();
+                let is_whole = || {
+                    let is_clean = store.open_file(key).is_ok_and(|file| file.scrub().is_empty());
+                    is_clean && !store.is_damaged(key)
+                };
+                if !damage.is_gone() {
+                    world.until("the file mended", is_whole).await;
+                }
+                assert_eq!(is_whole(), !damage.is_gone());
+                assert_eq!(store.totals().quarantined, 0, "{damage:?}");
             }
             world.assert_invariant(&client, step).await;
         }
@@ -140,7 +154,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
         [Damage::FirstBit; 2],
         [Damage::Gone; 2],
         [Damage::Gone, Damage::LastDataBit],
-        [Damage::Hashes, Damage::FirstBit],
+        [Damage::FirstBit, Damage::Emptied],
     ] {
         for plan in [PlanChoice::Chain, PlanChoice::BestStar] {
             let world = World::start(6, &[(6, 4)], BLOCK).await;

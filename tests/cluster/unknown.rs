@@ -9,7 +9,7 @@ use rapidraid::store::{Disk, Scope};
 use rapidraid::wire::calls::Keep;
 
 use crate::world::raw::{block_call, finish_block};
-use crate::world::{World, content, save};
+use crate::world::{World, content, read_file, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;
@@ -92,13 +92,21 @@ async fn a_node_tells_of_strange_names_and_of_what_is_in_quarantine() {
     let (_, rotten) =
         world.files(|path| path.ends_with(".rep")).into_iter().find(|(at, _)| *at == 3).unwrap();
     disk.truncate(&rotten, 10).unwrap();
+    // A whole file under the name of another one is set aside.
+    let (folder, name) = rotten.rsplit_once('/').unwrap();
+    let other = world.files(|path| path.starts_with(folder) && path.ends_with(".rep"));
+    let (at, other) = other.into_iter().find(|(_, path)| !path.ends_with(name)).unwrap();
+    let bytes = read_file(&*world.machines[at].disk, &other);
+    let file = disk.create_new(&format!("{folder}/block-09.rep")).unwrap();
+    file.write_at(&bytes, 0).unwrap();
     world.boot(3);
     world.until_live(6).await;
     let told = notes(&world, &client, 3).await;
-    assert_eq!(told.len(), 2, "{told:?}");
+    assert_eq!(told.len(), 3, "{told:?}");
     assert!(told[0].starts_with("1 file in quarantine/") && told[0].contains(".rep ("), "{told:?}");
+    assert!(told[1].starts_with("1 replica is damaged") && told[1].ends_with(name), "{told:?}");
     assert!(
-        told[1].starts_with("1 file under shards/") && told[1].ends_with("shards/somebody's"),
+        told[2].starts_with("1 file under shards/") && told[2].ends_with("shards/somebody's"),
         "{told:?}"
     );
     assert!(disk.open("shards/somebody's").is_ok(), "it is left alone");

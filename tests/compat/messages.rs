@@ -369,6 +369,14 @@ fn moved() -> MoveAnswer {
     MoveAnswer { epoch: GENERATION.epoch, home, from, entries: 300 }
 }
 
+fn source(counts: bool) -> SourceView {
+    SourceView {
+        file: FileName::Piece { piece: 4, attempt: ATTEMPT },
+        content: counts.then_some((70_000, [6; 32])),
+        damaged: (!counts).then(|| [0, 9].into_iter().collect()),
+    }
+}
+
 fn orders(calls: &mut Calls) {
     let (stripe, attempt, generation) = (stripe(), ATTEMPT, GENERATION);
     let coordinator = order().coordinator;
@@ -384,6 +392,17 @@ fn orders(calls: &mut Calls) {
         .both(Buried { saves: vec![SAVE] }, vec![SAVE])
         .both(HoldStill {}, MAP_SUM)
         .both(HandOver { copied: MAP_SUM, epoch: generation.epoch, map: MAP, home: address() }, ())
+        .both(ListSources { stripe }, vec![source(true), source(false)])
+        .both(
+            ReadSource {
+                stripe,
+                file: FileName::Replica { block: 3 },
+                from: 65_536,
+                len_bytes: 1000,
+                hashes: true,
+            },
+            ReadAnswer { len_bytes: 0, hashes: Vec::new() },
+        )
         .both(GetStanding {}, standing())
         .both(ListGraves { after: Some(SAVE) }, vec![SAVE])
         .both(CatchUp { without: Some("node-2".parse().unwrap()) }, ())

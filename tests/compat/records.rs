@@ -9,10 +9,10 @@ use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::{Content, FileHeader};
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::records::{
-    BlockInfo, Checkpoint, CommitMark, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves, Members,
-    Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing, RingNode, Run,
-    SaveHead, Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone,
-    Writing, stripes_root,
+    BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves,
+    Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing,
+    RingNode, Run, SaveHead, Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState,
+    Tombstone, Writing, stripes_root,
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
@@ -249,6 +249,10 @@ fn folder_record(name: &str, path: &'static str) -> Case {
 const LAUNCH: LaunchId = LaunchId([0x1a; 16]);
 const FILL: FillId = FillId([0xf1; 16]);
 
+fn damage() -> Damage {
+    Damage { number: 300, has_tail: true, grains: [0, 9].into_iter().collect() }
+}
+
 fn staging_folder() -> InstanceRecord {
     let boot = "0f1e2d3c-0000-4000-8000-000000000001".to_owned();
     InstanceRecord { instance: InstanceId([0x15; 16]), cluster: CLUSTER, boot }
@@ -330,6 +334,7 @@ pub fn cases() -> Vec<Case> {
         folder_record("graves", GRAVES),
         folder_record("heard revision", "heard"),
         folder_record("catch-up", "catch-up"),
+        record("damage note", damage()),
         record("save's head", head()),
         record("staging folder", staging_folder()),
         record("segment owner", segment_owner()),

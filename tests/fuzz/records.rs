@@ -8,8 +8,8 @@ use rapidraid::catalogue::records::Archiving;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
-    Checkpoint, CommitMark, Fence, Leaves, Members, Node, Receipt, Record, Removing, SaveHead,
-    ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
+    Checkpoint, CommitMark, Damage, Fence, Leaves, Members, Node, Receipt, Record, Removing,
+    SaveHead, ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
 };
 use rapidraid::id::{ClusterId, PeerName, SaveId};
 use rapidraid::store::kv::Batch;
@@ -83,6 +83,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(14) => record(bytes, |value: Archiving| plain(&value)),
         Some(15) => record(bytes, |value: Removing| plain(&value)),
         Some(16) => record(bytes, |value: Members| plain(&value)),
+        Some(25) => record(bytes, |value: Damage| plain(&value)),
         Some(19) => record(bytes, |value: SaveHead| plain(&value)),
         Some(20) => record(bytes, |value: InstanceRecord| plain(&value)),
         Some(21) => record(bytes, |value: OwnerRecord| plain(&value)),

@@ -78,6 +78,8 @@ const CALLS: &[Laws] = laws![
     Suspect,
     Buried,
     Members,
+    ListSources,
+    ReadSource,
     Register,
     CatalogueGet,
     CatalogueSet,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Attempt, ClusterId, StripeId};
 use rapidraid::kind::Kind;
-use rapidraid::store::{Disk, Extent, MemoryKv, Reconciled, Scope, Store, StoreError};
+use rapidraid::store::{Disk, Extent, Look, MemoryKv, Reconciled, Scope, Store, StoreError};
 use rapidraid::units::GRAIN_BYTES;
 
 use super::{
@@ -43,9 +43,84 @@ fn flipped_bits_and_cut_files_are_found_and_not_used() {
     }
     drop(store);
     let (store, report) = open(&disk);
-    assert_eq!(report, Reconciled { quarantined: 1, ..Default::default() });
-    assert!(is_absent(&store, REPLICA));
-    assert_eq!(open(&disk.crash()).0.totals().quarantined, 1);
+    assert_eq!(report, Reconciled { damaged: 1, ..Default::default() });
+    assert!(store.is_damaged(REPLICA) && store.find(STRIPE).unwrap().is_empty());
+    assert!(matches!(store.open_file(REPLICA), Err(StoreError::Damaged { .. })));
+    let again = open(&disk.crash()).0;
+    assert!(again.is_damaged(REPLICA) && again.unchecked_files().is_empty());
+}
+
+#[test]
+fn a_damaged_file_is_noted_stays_a_source_and_gives_way_to_a_good_one() {
+    let data = content(3 * G + 500);
+    let (disk, store) = new_store();
+    write_block(&store, &data).unwrap();
+    let path = format!("shards/{REPLICA}");
+    assert_eq!(store.look_at(REPLICA).unwrap(), Look::Whole);
+    disk.flip_bit(&path, (G as u64 + 5) * 8).unwrap();
+    let Look::Damaged(damage) = store.look_at(REPLICA).unwrap() else { panic!("not found") };
+    assert_eq!((damage.grains.iter().collect::<Vec<_>>(), damage.has_tail), (vec![1], true));
+    assert!(matches!(store.open_file(REPLICA), Err(StoreError::Damaged { .. })));
+    assert_eq!(
+        (store.find(STRIPE).unwrap(), store.damaged_of(STRIPE)),
+        (vec![], vec![REPLICA.name])
+    );
+    let sources = store.sources(STRIPE).unwrap();
+    assert_eq!(sources.len(), 1);
+    assert_eq!(sources[0].damaged.as_ref().unwrap().iter().collect::<Vec<_>>(), [1]);
+    let mut bytes = vec![7; data.len()];
+    store.open_source(REPLICA).unwrap().read(0, &mut bytes);
+    assert!(bytes[..G] == data[..G] && bytes[2 * G..] == data[2 * G..]);
+    assert!(bytes[G..2 * G].iter().all(|byte| *byte == 0), "a damaged grain comes as zeros");
+
+    // The note outlives a power cut, and the index.
+    let (again, _) = open(&disk.crash());
+    assert!(again.is_damaged(REPLICA) && again.unchecked_files().is_empty());
+    assert_eq!(again.find(STRIPE).unwrap(), []);
+
+    // Other content does not take the name; the same does, and the note goes.
+    let other = write_block(&store, &content(3 * G + 499)).unwrap_err();
+    assert!(matches!(other, StoreError::Conflict { .. }), "{other}");
+    write_block(&store, &data).unwrap();
+    assert!(!store.is_damaged(REPLICA) && store.open_file(REPLICA).unwrap().scrub().is_empty());
+    let (again, _) = open(&disk.crash());
+    assert!(!again.is_damaged(REPLICA) && again.find(STRIPE).unwrap().len() == 1);
+}
+
+/// A good file took the name, and the power went before the note was removed: the node looks at it.
+#[test]
+fn a_note_about_another_file_says_nothing_until_somebody_has_looked() {
+    let data = content(2 * G);
+    let (disk, store) = new_store();
+    write_block(&store, &data).unwrap();
+    let path = format!("shards/{REPLICA}");
+    disk.flip_bit(&path, 5).unwrap();
+    assert!(matches!(store.look_at(REPLICA).unwrap(), Look::Damaged(_)));
+    let (folder, _) = path.rsplit_once('/').unwrap();
+    let notes = disk.list(folder).unwrap();
+    let note = notes.into_iter().find(|entry| entry.name == "damage-block-02").unwrap();
+    let at = format!("{folder}/{}", note.name);
+    let mut bytes = vec![0; note.len_bytes as usize];
+    disk.open(&at).unwrap().read_at(&mut bytes, 0).unwrap();
+    write_block(&store, &data).unwrap();
+    drop(store);
+    let file = disk.create_new(&at).unwrap();
+    file.write_at(&bytes, 0).unwrap();
+    file.sync().unwrap();
+
+    let (store, _) = open(&disk);
+    assert_eq!(store.unchecked_files(), [REPLICA]);
+    assert!(store.find(STRIPE).unwrap().is_empty(), "until then it does not count");
+    assert_eq!(store.look_at(REPLICA).unwrap(), Look::Whole);
+    assert_eq!(store.find(STRIPE).unwrap().len(), 1);
+    assert!(store.remove(REPLICA).unwrap());
+    // A note without a file goes at the start.
+    disk.create_dir(folder.rsplit_once('/').unwrap().0).unwrap();
+    disk.create_dir(folder).unwrap();
+    disk.create_new(&at).unwrap().write_at(&bytes, 0).unwrap();
+    drop(store);
+    let (store, _) = open(&disk);
+    assert!(!store.is_damaged(REPLICA) && disk.open(&at).is_err());
 }
 
 #[test]

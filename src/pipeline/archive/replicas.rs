@@ -11,17 +11,25 @@ use super::{ArchiveError, Coordinator};
 use crate::format::file::FileName;
 use crate::format::records::{Record, StripeRecord};
 use crate::id::NodeId;
+use crate::kind::Kind;
 use crate::net::call::address;
 use crate::pipeline::records::StripeInfo;
 use crate::placement::Spares;
 use crate::topology::Directory;
-use crate::wire::calls::{Fetch, FileView, Inspect, PutPlaces};
+use crate::wire::calls::{Fetch, FileView, Inspect, ListSources, PutPlaces};
 
 /// Time for one block to be copied between nodes.
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
 /// What nodes hold of a stripe; `None` for a node that does not answer.
 pub(super) type Held = BTreeMap<NodeId, Option<Vec<FileView>>>;
+
+/// A node with a damaged replica of a block, by block.
+type Damaged = BTreeMap<usize, NodeId>;
+
+fn has_all_answered(held: &Held) -> bool {
+    held.values().all(Option::is_some)
+}
 
 impl Coordinator {
     /// What each of `nodes` holds of the stripe.
@@ -65,7 +73,12 @@ impl Coordinator {
             let rest: Vec<NodeId> = ring().filter(|node| !held.contains_key(node)).collect();
             held.extend(self.inspect(directory, info, rest).await);
         }
-        if let Some(block) = missing(&held) {
+        let damaged = match missing(&held) {
+            Some(_) => self.damaged_replicas(directory, info, ring()).await,
+            None => Damaged::new(),
+        };
+        let is_lost = |block: &usize| !damaged.contains_key(block);
+        if let Some(block) = missing(&held).filter(is_lost) {
             let silent = held.iter().filter(|(_, files)| files.is_none());
             let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
             let block = block as u32;
@@ -88,7 +101,7 @@ impl Coordinator {
             for block in shard.layout.blocks_at(position) {
                 if info.fixed.blocks[block].len_bytes > 0
                     && !has_good(info, &held, to, block)
-                    && let Some(from) = holder(info, &held, block)
+                    && let Some(from) = holder(info, &held, block).or(damaged.get(&block).copied())
                 {
                     fetches.push((to, block, from));
                 }
@@ -96,12 +109,42 @@ impl Coordinator {
         }
         for (node, block, from) in fetches {
             tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "making a replica again");
-            self.fetch(shard, info, directory, node, block, from).await?;
+            match self.fetch(shard, info, directory, node, block, from).await {
+                Err(error) if error.kind() == Kind::Lost && has_all_answered(&held) => {
+                    tracing::warn!(%stripe, block, %error, "a block cannot be gathered");
+                    return Err(ArchiveError::BlockLost { stripe, block: block as u32 });
+                }
+                fetched => fetched?,
+            }
         }
         if places != info.places {
             self.put_places(shard, info, directory, &places).await?;
         }
         Ok(places)
+    }
+
+    /// For each block the first node of the ring that has a damaged replica of it: others may have its other grains.
+    async fn damaged_replicas(
+        &self,
+        directory: &Directory,
+        info: &StripeInfo,
+        ring: impl Iterator<Item = NodeId>,
+    ) -> Damaged {
+        let stripe = info.fixed.stripe;
+        let asks = ring.filter(|node| directory.is_live(*node)).filter_map(|node| {
+            let to = directory.address(node)?;
+            Some(async move { (node, self.caller.call(&to, &ListSources { stripe }).await) })
+        });
+        let asks: Vec<_> = asks.collect();
+        let mut damaged = Damaged::new();
+        for (node, answer) in join_all(asks).await {
+            for source in answer.unwrap_or_default() {
+                if let FileName::Replica { block } = source.file {
+                    damaged.entry(block.into()).or_insert(node);
+                }
+            }
+        }
+        damaged
     }
 
     async fn fetch(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::source::{OpenFile, Stop};
-use super::{Progress, ReadError, StripeReader, Target};
+use super::{MAX_PATCHES, Progress, ReadError, StripeReader, Target};
 use crate::code::{CodeError, Program};
 use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;
@@ -15,7 +15,7 @@ use crate::workers::InOrder;
 const GRAINS_AT_ONCE: usize = 4;
 
 impl StripeReader {
-    /// Fetches what is left, grain by grain, and works on some of the grains that have come while the next one comes, each on a core of
+    /// Fetches what is left, or the most of it, grain by grain, and works on some of the grains that have come while the next one comes, each on a core of
     /// its own. Without a program the files are those of the blocks.
     pub(super) async fn read_grains(
         &self,
@@ -26,10 +26,23 @@ impl StripeReader {
         target: &Target,
     ) -> Result<(), Stop> {
         let mut begun = InOrder::new(GRAINS_AT_ONCE);
-        let mut fetched = Ok(());
+        let (mut fetched, mut patches) = (Ok(()), 0);
         for grain in progress.left.clone() {
             let inputs = match self.grains(&mut files, grain).await {
-                Ok(inputs) => inputs,
+                Ok(Some(inputs)) => inputs,
+                Ok(None) => {
+                    while let Some(done) = begun.next().await? {
+                        done?;
+                        progress.left.start += 1;
+                    }
+                    self.patch(blocks, progress, target).await?;
+                    patches += 1;
+                    // Other sources may have less damage.
+                    if patches == MAX_PATCHES {
+                        return Ok(());
+                    }
+                    continue;
+                }
                 Err(stop) => {
                     fetched = Err(stop);
                     break;
@@ -49,7 +62,7 @@ impl StripeReader {
     }
 
     /// Decodes one grain, checks each block against the fingerprint of the save, and writes what is wanted.
-    fn work(
+    pub(super) fn work(
         &self,
         inputs: Vec<Bytes>,
         program: Option<Arc<Program>>,

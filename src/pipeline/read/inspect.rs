@@ -9,10 +9,12 @@ use futures_util::stream::FuturesUnordered;
 
 use super::Reading;
 use crate::clock::deadline;
+use crate::format::file::FileName;
 use crate::id::{NodeId, StripeId};
 use crate::kind::Kind;
-use crate::net::call::address;
-use crate::wire::calls::{FileView, Inspect};
+use crate::net::call::{CallError, Caller, address};
+use crate::wire::NodeAddress;
+use crate::wire::calls::{FileView, Inspect, ListSources, SourceView, Suspect};
 
 /// While nodes say what they have, one that keeps the others waiting for so long is left out where these are enough.
 const SLOW_INSPECT_LIMIT: Duration = Duration::from_millis(500);
@@ -24,15 +26,41 @@ const SLOW_FACTOR: u32 = 4;
 pub(super) const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 pub(super) const PATIENT_LIMIT: Duration = Duration::from_secs(6);
-/// What nodes say that they hold of a stripe, without files that gave wrong bytes.
-pub(super) type Held = BTreeMap<NodeId, Vec<FileView>>;
+/// What nodes say that they hold of a stripe, without files that are not what they should be.
+pub(super) type Held = BTreeMap<NodeId, Vec<Found>>;
+
+/// A file that a node holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Found {
+    /// Which.
+    pub file: FileName,
+    /// Its data bytes and their BLAKE3; `None` when the file does not tell.
+    pub content: Option<(u64, [u8; 32])>,
+    /// Whether the node knows no damage of it.
+    pub counts: bool,
+}
+
+impl From<FileView> for Found {
+    fn from(view: FileView) -> Self {
+        Self { file: view.file, content: Some((view.len_bytes, view.root)), counts: true }
+    }
+}
+
+/// What nodes are asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Files {
+    /// Files that count, from the index.
+    Counting,
+    /// All that grains can be read from, as they lie in the folder.
+    Sources,
+}
 
 /// Asks `nodes` what they hold, at most `limit`, and adds it to `held`. Those that are slow are waited for only until `is_enough` of
 /// what the others hold; then they count as silent until their answer comes after all. Gives one that is too busy to say, and
 /// what it said instead.
 pub(super) async fn inspect_all(
     reading: &Arc<Reading>,
-    stripe: StripeId,
+    (stripe, files): (StripeId, Files),
     nodes: &BTreeSet<NodeId>,
     limit: Duration,
     held: &mut Held,
@@ -44,7 +72,7 @@ pub(super) async fn inspect_all(
         nodes.iter().copied().filter(|node| reading.may_answer(*node)).collect();
     let asks = left.iter().map(|&node| {
         let reading = reading.clone();
-        async move { (node, ask(&reading, stripe, node, limit).await) }
+        async move { (node, ask(&reading, stripe, files, node, limit).await) }
     });
     let mut asks: FuturesUnordered<_> = asks.collect();
     let mut patience = SLOW_INSPECT_LIMIT;
@@ -88,20 +116,61 @@ pub(super) async fn inspect_all(
 }
 
 enum Answer {
-    Files(Vec<FileView>),
+    Files(Vec<Found>),
     /// It has what it has, and no time now: what it said.
     Busy(String),
     Silence,
 }
 
-async fn ask(reading: &Reading, stripe: StripeId, node: NodeId, limit: Duration) -> Answer {
+async fn list(
+    reading: &Reading,
+    stripe: StripeId,
+    files: Files,
+    to: &NodeAddress,
+    limit: Duration,
+) -> Result<Vec<Found>, CallError> {
+    let (node, to) = (NodeId::of(&to.name), address(to));
+    if files == Files::Sources {
+        match reading.caller.call_within(&to, &ListSources { stripe }, limit).await {
+            Ok(sources) => {
+                let found = |source: SourceView| {
+                    let (file, content) = (source.file, source.content);
+                    let counts = source.damaged.is_none();
+                    reading.set_damaged((stripe, node, file), source.damaged.unwrap_or_default());
+                    Found { file, content, counts }
+                };
+                return Ok(sources.into_iter().map(found).collect());
+            }
+            // An older program has no damaged files: it moves them aside.
+            Err(error) if error.kind() == Kind::Invalid => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let views = reading.caller.call_within(&to, &Inspect { stripe }, limit).await?;
+    Ok(views.into_iter().map(Found::from).collect())
+}
+
+/// Has a node look at a file that was found damaged. One of an older program is not told: it would move aside all of the file, and with
+/// it grains that are good.
+pub async fn report_damage(caller: &Caller, to: &NodeAddress, stripe: StripeId, file: FileName) {
+    if caller.call(to, &ListSources { stripe }).await.is_ok() {
+        let _ = caller.call(to, &Suspect { stripe, file }).await;
+    }
+}
+
+async fn ask(
+    reading: &Reading,
+    stripe: StripeId,
+    files: Files,
+    node: NodeId,
+    limit: Duration,
+) -> Answer {
     let Some(to) = reading.directory.address(node) else { return Answer::Silence };
-    let answer = reading.caller.call_within(&address(&to), &Inspect { stripe }, limit).await;
-    let error = match answer {
+    let error = match list(reading, stripe, files, &to, limit).await {
         Ok(mut files) => {
             reading.directory.heard(node, true);
             reading.answered(node);
-            files.retain(|view| !reading.is_rotten(stripe, node, view.file));
+            files.retain(|found| !reading.is_rotten(stripe, node, found.file));
             return Answer::Files(files);
         }
         Err(error) if error.kind() == Kind::Busy => {

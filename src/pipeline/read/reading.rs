@@ -10,6 +10,7 @@ use super::Progress;
 use super::inspect::Held;
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
+use crate::format::grain_set::GrainSet;
 use crate::id::{NodeId, StripeId};
 use crate::net::call::Caller;
 use crate::pipeline::patience::Patience;
@@ -32,6 +33,9 @@ const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
 /// A file that is not what its node says.
 pub(super) type BadFile = (StripeId, NodeId, FileName);
 
+/// The damaged grains of files of a stripe.
+pub(super) type DamageOf = BTreeMap<(NodeId, FileName), GrainSet>;
+
 /// What readers of one restore share.
 pub struct Reading {
     /// Calls to nodes.
@@ -44,7 +48,11 @@ pub struct Reading {
     pub directory: Directory,
     /// What went wrong and was survived, for the report.
     pub incidents: Mutex<Vec<String>>,
-    /// Files that gave wrong bytes, whatever their nodes say: no further way leads over them.
+    /// Grains that are damaged in a file.
+    pub(super) damaged: Mutex<BTreeMap<BadFile, GrainSet>>,
+    /// Damaged files whose nodes were told.
+    pub(super) told: Mutex<BTreeSet<BadFile>>,
+    /// Files that are not what they should be, whatever their nodes say: no further way leads over them.
     pub(super) rotten: Mutex<BTreeSet<BadFile>>,
     /// Files that their nodes list and do not give: a way over others comes first, however slow their nodes are.
     pub(super) unreadable: Mutex<BTreeSet<BadFile>>,
@@ -76,6 +84,8 @@ impl Reading {
             entropy,
             directory,
             incidents: Mutex::new(incidents),
+            damaged: Mutex::default(),
+            told: Mutex::default(),
             rotten: Mutex::default(),
             unreadable: Mutex::default(),
             unreached: Mutex::default(),
@@ -95,6 +105,43 @@ impl Reading {
 
     pub(super) fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
         lock(&self.rotten).contains(&(stripe, node, file))
+    }
+
+    /// Sets the damaged grains of a file to those that its node lists.
+    pub(super) fn set_damaged(&self, file: BadFile, grains: GrainSet) {
+        let mut damaged = lock(&self.damaged);
+        if grains.is_empty() {
+            damaged.remove(&file);
+        } else if damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES {
+            damaged.insert(file, grains);
+        }
+    }
+
+    /// Notes that a grain came damaged; `false` when no more can be remembered.
+    pub(super) fn grain_came_damaged(&self, file: BadFile, grain: u64) -> bool {
+        let mut damaged = lock(&self.damaged);
+        let has_room = damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES;
+        if has_room {
+            damaged.entry(file).or_default().insert(grain);
+        }
+        has_room
+    }
+
+    pub(super) fn is_damaged(&self, file: BadFile, grain: u64) -> bool {
+        lock(&self.damaged).get(&file).is_some_and(|grains| grains.contains(grain))
+    }
+
+    /// The damaged grains of each file of a stripe.
+    pub(super) fn damage_of(&self, stripe: StripeId) -> DamageOf {
+        let damaged = lock(&self.damaged);
+        let from = (stripe, NodeId(0), FileName::Replica { block: 0 });
+        let files = damaged.range(from..).take_while(|((of, ..), _)| *of == stripe);
+        files.map(|(&(_, node, file), grains)| ((node, file), grains.clone())).collect()
+    }
+
+    /// How many grains of a file are damaged.
+    pub(super) fn damaged_count(&self, file: BadFile) -> usize {
+        lock(&self.damaged).get(&file).map_or(0, GrainSet::len)
     }
 
     pub(super) fn is_leaving(&self, stripe: StripeId) -> bool {

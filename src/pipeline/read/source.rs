@@ -9,14 +9,15 @@ use futures_util::stream::FuturesUnordered;
 
 use super::way::Holding;
 use super::{Progress, ReadError, StripeReader};
-use crate::clock::deadline;
+use crate::clock::{Elapsed, deadline};
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
+use crate::gf::Fingerprint;
 use crate::kind::Kind;
-use crate::net::NetError;
 use crate::net::call::{CallError, Exchange, address};
+use crate::net::{Address, NetError};
 use crate::units::GRAIN_BYTES;
-use crate::wire::calls::{Read, ReadAnswer};
+use crate::wire::calls::{Read, ReadAnswer, ReadSource};
 
 /// A source that gives nothing for so long, or has come to be so far behind the pace of the others
 /// ([`Reading::pace`](super::Reading::pace)), is passed over, for others that may do without it.
@@ -35,7 +36,15 @@ pub(super) struct OpenFile {
     is_patient: bool,
     /// How far it is behind the pace. `None`: it was known as slow when it was opened, and is needed all the same.
     behind: Option<Duration>,
-    open: Option<(Exchange, GrainTree)>,
+    open: Option<(Exchange, Proof)>,
+}
+
+/// What a grain of a file has to agree with.
+enum Proof {
+    /// The hashes of the file, under the root that it must have.
+    Table(GrainTree),
+    /// The fingerprints of the record: there is no table.
+    Fingerprints,
 }
 
 /// Why a round of reading ended: a source is out, or it is over for good.
@@ -106,6 +115,9 @@ impl StripeReader {
     }
 
     /// Opens a source for what is left to read.
+    ///
+    /// # Errors
+    /// [`Stop::Source`] when its node does not give it, or it is another file.
     pub(super) async fn open(
         &self,
         holding: Holding,
@@ -122,22 +134,18 @@ impl StripeReader {
         let to = address(&to.ok_or_else(|| stop("it is not registered".into(), Fault::Gone))?);
         let from = (grains.start * GRAIN_BYTES).min(len);
         let end = (grains.end * GRAIN_BYTES).min(len);
-        let call = Read {
-            stripe: self.info.fixed.stripe,
-            file: holding.file,
-            from,
-            len_bytes: end - from,
-            hashes: true,
-        };
-        let clock = &**self.reading.caller.clock();
-        let work = async {
-            let mut exchange = self.reading.caller.open(&to, &call).await?;
-            exchange.finish().await?;
-            let answer: ReadAnswer = exchange.answer().await?;
-            Ok::<_, CallError>((exchange, answer))
-        };
+        let span = (from, end - from);
         let limit = if is_patient { OPEN_LIMIT } else { SLOW_OPEN_LIMIT };
-        let (exchange, answer) = match deadline(clock, limit, work).await {
+        let opened = self.ask_for(&to, holding.file, holding.counts, span, limit).await;
+        let opened = match opened {
+            // Its node has found damage since it was asked, or finds it now.
+            Ok(Err(error)) if error.kind() == Kind::Corrupt && holding.counts => {
+                self.came_broken(&holding, &error.to_string());
+                self.ask_for(&to, holding.file, false, span, limit).await
+            }
+            opened => opened,
+        };
+        let (exchange, answer) = match opened {
             Ok(Ok(opened)) => opened,
             Ok(Err(error)) if error.kind() == Kind::Busy => {
                 return Err(Stop::Busy { holding, reason: error.to_string() });
@@ -153,22 +161,104 @@ impl StripeReader {
             Err(late) if is_patient => return Err(stop(late.to_string(), Fault::Silent)),
             Err(_) => return Err(Stop::Slow { holdings: vec![holding] }),
         };
-        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes)
-            .map_err(|error| stop(error.to_string(), Fault::Rotten))?;
-        if answer.len_bytes != len || tree.root() != holding.root {
-            return Err(stop("its hashes are not those of the record".into(), Fault::Rotten));
-        }
-        Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, tree)) })
+        let proof = match self.table(holding, len, answer) {
+            Ok(Some(table)) => Proof::Table(table),
+            Ok(None) => self.proof_without_table(holding, len, progress).await,
+            Err(reason) => return Err(stop(reason, Fault::Rotten)),
+        };
+        Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })
     }
 
-    /// The next grain of a file, verified by its hash; empty past its end.
-    pub(super) async fn grain(&self, file: &mut OpenFile, grain: u64) -> Result<Bytes, Stop> {
+    /// Asks a node for a part of a file, `counts` or not. The bytes follow the answer.
+    async fn ask_for(
+        &self,
+        to: &Address,
+        file: FileName,
+        counts: bool,
+        (from, len_bytes): (u64, u64),
+        limit: Duration,
+    ) -> Result<Result<(Exchange, ReadAnswer), CallError>, Elapsed> {
+        let (stripe, hashes) = (self.info.fixed.stripe, true);
+        let clock = &**self.reading.caller.clock();
+        let work = async {
+            let caller = &self.reading.caller;
+            let mut exchange = match counts {
+                true => caller.open(to, &Read { stripe, file, from, len_bytes, hashes }).await?,
+                false => {
+                    caller.open(to, &ReadSource { stripe, file, from, len_bytes, hashes }).await?
+                }
+            };
+            exchange.finish().await?;
+            let answer: ReadAnswer = exchange.answer().await?;
+            Ok::<_, CallError>((exchange, answer))
+        };
+        deadline(clock, limit, work).await
+    }
+
+    /// The table of an answer, if it is that of the file which is wanted; `None` when the file has none.
+    fn table(
+        &self,
+        holding: Holding,
+        len: u64,
+        answer: ReadAnswer,
+    ) -> Result<Option<GrainTree>, String> {
+        if answer.hashes.is_empty() && answer.len_bytes == 0 {
+            return Ok(None);
+        }
+        let tree = GrainTree::from_hashes(answer.len_bytes, answer.hashes);
+        let tree = tree.map_err(|error| error.to_string())?;
+        if answer.len_bytes != len || holding.root.is_some_and(|root| root != tree.root()) {
+            return Err("its hashes are not those of the record".into());
+        }
+        Ok(Some(tree))
+    }
+
+    /// The table of another replica of the same block; without one the fingerprints have to do.
+    async fn proof_without_table(&self, holding: Holding, len: u64, progress: &Progress) -> Proof {
+        let FileName::Replica { block } = holding.file else { return Proof::Fingerprints };
+        for other in self.way.replicas.get(&block).into_iter().flatten() {
+            if other.node == holding.node || progress.passed.contains(&other.node) {
+                continue;
+            }
+            let Some(to) = self.reading.directory.address(other.node) else { continue };
+            let (to, nothing) = (address(&to), (0, 0));
+            let asked = self.ask_for(&to, other.file, other.counts, nothing, SLOW_OPEN_LIMIT).await;
+            if let Ok(Ok((_, answer))) = asked
+                && let Ok(Some(table)) = self.table(*other, len, answer)
+            {
+                return Proof::Table(table);
+            }
+        }
+        Proof::Fingerprints
+    }
+
+    /// Whether a grain of a file without a table is what the record's fingerprints say.
+    fn is_as_saved(&self, file: FileName, grain: u64, bytes: &[u8]) -> bool {
+        let fixed = &self.info.fixed;
+        let expected = match (file, &self.way.coded) {
+            (FileName::Replica { block }, _) => Some(fixed.fingerprint(block.into(), grain)),
+            (FileName::Piece { piece, .. }, Some(coded)) => {
+                let row = coded.code.generator().row(piece.into());
+                let blocks: Vec<_> = (0..row.len()).map(|j| fixed.fingerprint(j, grain)).collect();
+                Fingerprint::combine(row, &blocks).ok()
+            }
+            (FileName::Piece { .. }, None) => None,
+        };
+        expected.is_some() && self.key.fingerprint(bytes).ok() == expected
+    }
+
+    /// The next grain of a file, verified; empty past its end, `None` when it is damaged.
+    pub(super) async fn grain(
+        &self,
+        file: &mut OpenFile,
+        grain: u64,
+    ) -> Result<Option<Bytes>, Stop> {
         let OpenFile { holding, is_patient, .. } = *file;
         let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
         let left = self.file_len(holding).saturating_sub(grain * GRAIN_BYTES);
         let want = left.min(GRAIN_BYTES) as usize;
-        let Some((exchange, tree)) = file.open.as_mut().filter(|_| want > 0) else {
-            return Ok(Bytes::new());
+        let Some((exchange, proof)) = file.open.as_mut().filter(|_| want > 0) else {
+            return Ok(Some(Bytes::new()));
         };
         let clock = &**self.reading.caller.clock();
         let began = clock.now();
@@ -196,29 +286,32 @@ impl StripeReader {
             }
             error => stop(error.to_string(), Fault::Silent),
         })?;
-        if tree.verify_grain(grain, &bytes) {
-            Ok(bytes)
-        } else {
-            Err(stop(format!("grain {grain} is corrupt"), Fault::Rotten))
+        let is_good = match proof {
+            Proof::Table(tree) => tree.verify_grain(grain, &bytes),
+            Proof::Fingerprints => self.is_as_saved(holding.file, grain, &bytes),
+        };
+        if !is_good {
+            self.came_damaged(&holding, grain);
         }
+        Ok(is_good.then_some(bytes))
     }
 
-    /// One grain of each source, padded.
+    /// One grain of each source, padded; `None` when one of them is damaged. The streams go on behind it.
     pub(super) async fn grains(
         &self,
         files: &mut [OpenFile],
         grain: u64,
-    ) -> Result<Vec<Bytes>, Stop> {
+    ) -> Result<Option<Vec<Bytes>>, Stop> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
-            let bytes = self.grain(file, grain).await?;
+            let Some(bytes) = self.grain(file, grain).await? else { return Ok(None) };
             if bytes.len() == padded {
-                return Ok(bytes);
+                return Ok(Some(bytes));
             }
             let mut whole = bytes.to_vec();
             whole.resize(padded, 0);
-            Ok::<Bytes, Stop>(whole.into())
+            Ok::<Option<Bytes>, Stop>(Some(whole.into()))
         });
-        all(reads).await
+        Ok(all(reads).await?.into_iter().collect())
     }
 }

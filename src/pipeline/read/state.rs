@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::Reading;
-use super::inspect::{Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+use super::inspect::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
 use crate::format::file::FileName;
 use crate::format::records::{ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId, StripeId};
@@ -35,17 +35,25 @@ pub async fn state_on_nodes(
     // Lists of replicas that are going are no evidence: then a receipt comes first.
     let is_leaving = reading.is_leaving(stripe);
     let is_whole = |held: &Held| !is_leaving && blocks.is_subset(&replicas(held));
-    inspect_all(reading, stripe, &nodes, limit, &mut held, is_whole).await;
+    let counting = (stripe, Files::Counting);
+    inspect_all(reading, counting, &nodes, limit, &mut held, is_whole).await;
     if is_whole(&held) {
         return StripeState::Replicated;
     }
-    let mut attempts: Vec<(Attempt, BTreeSet<u8>)> = pieces(&held).into_iter().collect();
-    attempts.sort_by_key(|(_, pieces)| std::cmp::Reverse(pieces.len()));
-    for (attempt, _) in attempts.into_iter().take(ATTEMPTS_ASKED) {
-        let (caller, directory) = (&reading.caller, &reading.directory);
-        if let Ok(found) = records::receipt(caller, directory, root, (index, &[]), attempt).await {
-            let (code, generation) = (found.code, found.generation);
-            return StripeState::Archived { attempt, code, generation, dropped: false };
+    for files in [Files::Counting, Files::Sources] {
+        if files == Files::Sources {
+            // Those that are left may be damaged, all or some.
+            inspect_all(reading, (stripe, files), &nodes, limit, &mut held, |_| false).await;
+        }
+        let mut attempts: Vec<(Attempt, BTreeSet<u8>)> = pieces(&held).into_iter().collect();
+        attempts.sort_by_key(|(_, pieces)| std::cmp::Reverse(pieces.len()));
+        for (attempt, _) in attempts.into_iter().take(ATTEMPTS_ASKED) {
+            let (caller, directory) = (&reading.caller, &reading.directory);
+            let found = records::receipt(caller, directory, root, (index, &[]), attempt).await;
+            if let Ok(found) = found {
+                let (code, generation) = (found.code, found.generation);
+                return StripeState::Archived { attempt, code, generation, dropped: false };
+            }
         }
     }
     StripeState::Replicated

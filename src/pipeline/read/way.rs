@@ -2,34 +2,54 @@
 //!
 //! Pure judgement of what the nodes say they hold; nothing is fetched here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-use super::inspect::Held;
+use super::inspect::{Found, Held};
+use super::reading::DamageOf;
 use super::{ReadError, Reading};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
+use crate::format::grain_set::GrainSet;
 use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
 use crate::pipeline::records::StripeInfo;
+use crate::units::GRAIN_BYTES;
 
-/// A file on a node, and the BLAKE3 that it must have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Missing sources that an error names.
+const MAX_MISSING: usize = 64;
+
+/// A file on a node that a stripe is read from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Holding {
     /// Who has it.
     pub node: NodeId,
     /// Which file.
     pub file: FileName,
-    /// What it must be.
-    pub root: [u8; 32],
+    /// The BLAKE3 that it must have, if that is known.
+    pub root: Option<[u8; 32]>,
+    /// Whether its node knows no damage of it.
+    pub counts: bool,
 }
 
-/// How a stripe is going to be read.
+/// The pieces of an attempt.
 #[derive(Debug, Clone)]
-pub(super) enum Way {
-    /// For each wanted block its good replicas.
-    Replicas(BTreeMap<u8, Vec<Holding>>),
-    /// For each piece who has it.
-    Pieces { code: Code, attempt: Attempt, pieces: BTreeMap<usize, Holding> },
+pub(super) struct Coded {
+    pub code: Code,
+    pub attempt: Attempt,
+    /// For each piece its holders, those that count first.
+    pub pieces: BTreeMap<usize, Vec<Holding>>,
+}
+
+/// The sources of a stripe.
+#[derive(Debug, Clone)]
+pub(super) struct Way {
+    /// For each wanted block the holders of its replicas, those that count first.
+    pub replicas: BTreeMap<u8, Vec<Holding>>,
+    /// The pieces, if the stripe is archived.
+    pub coded: Option<Coded>,
+    /// Whether it is decoded from pieces, but for single grains.
+    pub by_pieces: bool,
 }
 
 /// Why a stripe cannot be read: what it needs, and what is missing.
@@ -65,48 +85,104 @@ pub(super) struct Wanted<'a> {
     pub state: StripeState,
     pub receipt: Option<&'a Receipt>,
     pub blocks: &'a [u8],
+    /// The grains of each block.
+    pub grains: Range<u64>,
     /// Replicas that nodes list may be gone: what is archived is read by its pieces, if they span.
     pub is_leaving: bool,
 }
 
 impl Wanted<'_> {
-    /// The way to read it with what the nodes hold, if there is one.
-    pub(super) fn find_way(&self, held: &Held) -> Result<Option<Way>, ReadError> {
-        let pieces = if self.is_leaving { self.pieces_way(held)? } else { None };
-        match pieces.or_else(|| self.replicas_way(held)) {
-            None if !self.is_leaving => self.pieces_way(held),
-            way => Ok(way),
-        }
+    /// The way to read it with what the nodes hold, if every grain can be read but for those that are damaged.
+    pub(super) fn find_way(
+        &self,
+        damage: &DamageOf,
+        held: &Held,
+    ) -> Result<Option<Way>, ReadError> {
+        let replicas = self.replicas(held);
+        let coded = self.coded(held)?;
+        let counts = |holders: &[Holding]| holders.iter().any(|holding| holding.counts);
+        let has_all = |is_fit: &dyn Fn(&[Holding]) -> bool| {
+            let is_fit = |(block, holders): (&u8, &Vec<Holding>)| {
+                self.info.fixed.cut.block_len(*block) == 0 || is_fit(holders)
+            };
+            replicas.iter().all(is_fit)
+        };
+        let spans = |is_fit: &dyn Fn(&[Holding]) -> bool| {
+            coded.as_ref().is_some_and(|coded| {
+                let fit = coded.pieces.iter().filter(|(_, holders)| is_fit(holders));
+                let fit: Vec<usize> = fit.map(|(piece, _)| *piece).collect();
+                reconstruct(&coded.code, &fit, &self.numbers()).is_ok()
+            })
+        };
+        let any = |holders: &[Holding]| !holders.is_empty();
+        let by_pieces = if has_all(&counts) && !(self.is_leaving && spans(&counts)) {
+            false
+        } else {
+            spans(&counts) || (!has_all(&any) && spans(&any))
+        };
+        let way = Way { replicas, coded, by_pieces };
+        // One block may have replicas only and another one only pieces, and so may their grains.
+        let first = self.grains.start;
+        let is_there = self.unreadable_at(&DamageOf::new(), &way, first).is_empty();
+        let is_readable = |grain| self.unreadable_at(damage, &way, grain).is_empty();
+        let is_whole = is_there && self.damaged_grains(damage).into_iter().all(is_readable);
+        Ok(is_whole.then_some(way))
     }
 
-    /// Replicas, if there is one of each block.
-    fn replicas_way(&self, held: &Held) -> Option<Way> {
-        let &Wanted { info, blocks, .. } = self;
-        let mut replicas: BTreeMap<u8, Vec<Holding>> =
-            blocks.iter().map(|&block| (block, replicas_of(info, block, held))).collect();
+    fn numbers(&self) -> Vec<usize> {
+        self.blocks.iter().map(|&block| block.into()).collect()
+    }
+
+    /// The wanted grains that are damaged in any source.
+    fn damaged_grains(&self, damage: &DamageOf) -> BTreeSet<u64> {
+        let all = damage.values().flat_map(GrainSet::iter);
+        all.filter(|grain| self.grains.contains(grain)).collect()
+    }
+
+    /// The wanted blocks whose grain of this number has no good source.
+    fn unreadable_at(&self, damage: &DamageOf, way: &Way, grain: u64) -> Vec<u8> {
+        let is_good = |holding: &Holding| {
+            let damaged = damage.get(&(holding.node, holding.file));
+            !damaged.is_some_and(|grains| grains.contains(grain))
+        };
+        let has_replica = |block: &u8| {
+            let len = self.info.fixed.cut.block_len(*block);
+            len <= grain * GRAIN_BYTES || way.replicas[block].iter().any(is_good)
+        };
+        let rest: Vec<u8> = self.blocks.iter().copied().filter(|b| !has_replica(b)).collect();
+        let Some(coded) = &way.coded else { return rest };
+        let good = coded.pieces.iter().filter(|(_, holders)| holders.iter().any(is_good));
+        let good: Vec<usize> = good.map(|(piece, _)| *piece).collect();
+        let is_coded = |block: &u8| reconstruct(&coded.code, &good, &[(*block).into()]).is_ok();
+        rest.into_iter().filter(|block| !is_coded(block)).collect()
+    }
+
+    /// The replicas of each wanted block.
+    fn replicas(&self, held: &Held) -> BTreeMap<u8, Vec<Holding>> {
+        let of = |&block: &u8| (block, replicas_of(self.info, block, held));
+        let mut replicas: BTreeMap<u8, Vec<Holding>> = self.blocks.iter().map(of).collect();
         spread(&mut replicas);
-        let empty = |block: &u8| info.fixed.cut.block_len(*block) == 0;
-        let is_whole = replicas.iter().all(|(block, holders)| empty(block) || !holders.is_empty());
-        is_whole.then_some(Way::Replicas(replicas))
+        replicas
     }
 
-    /// Pieces of the attempt that counts, if they span.
-    fn pieces_way(&self, held: &Held) -> Result<Option<Way>, ReadError> {
-        let &Wanted { root, info, state, receipt, blocks, .. } = self;
+    /// The pieces of the attempt that counts.
+    fn coded(&self, held: &Held) -> Result<Option<Coded>, ReadError> {
+        let &Wanted { root, info, state, receipt, .. } = self;
         let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
         let unknown =
             || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
-        let code = table::by_id(code).ok_or_else(unknown)?;
+        let Some(code) = table::by_id(code) else {
+            // Replicas may do.
+            let whole = self.blocks.iter().all(|&block| {
+                info.fixed.cut.block_len(block) == 0 || !replicas_of(info, block, held).is_empty()
+            });
+            return if whole { Ok(None) } else { Err(unknown()) };
+        };
         if code.n() != usize::from(root.n) || code.k() != usize::from(root.k) {
             return Err(unknown());
         }
         let pieces = pieces_of(info, attempt, &code, receipt, held);
-        let available: Vec<usize> = pieces.keys().copied().collect();
-        let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
-        match reconstruct(&code, &available, &wanted) {
-            Ok(_) => Ok(Some(Way::Pieces { code, attempt, pieces })),
-            Err(_) => Ok(None),
-        }
+        Ok(Some(Coded { code, attempt, pieces }))
     }
 
     /// What it needs and what is missing, when there is no way.
@@ -130,9 +206,11 @@ impl Wanted<'_> {
                         PieceForm::Replica { block } => FileName::Replica { block },
                     };
                     let files = held.get(&piece.node);
-                    if !files.is_some_and(|files| {
-                        files.iter().any(|view| view.file == file && view.root == piece.root)
-                    }) {
+                    let is_it = |found: &Found| {
+                        found.file == file
+                            && found.content.is_none_or(|(_, root)| root == piece.root)
+                    };
+                    if !files.is_some_and(|files| files.iter().any(is_it)) {
                         let (number, node) = (piece.piece, directory.name(piece.node));
                         missing.push(format!(
                             "piece {number} (node {node} {})",
@@ -167,17 +245,28 @@ impl Wanted<'_> {
                 "one replica of each block".into()
             }
         };
+        if let Ok(coded) = self.coded(held) {
+            let way = Way { replicas: self.replicas(held), coded, by_pieces: false };
+            let damage = reading.damage_of(info.fixed.stripe);
+            for grain in self.damaged_grains(&damage) {
+                for block in self.unreadable_at(&damage, &way, grain) {
+                    missing.push(format!("grain {grain} of block {block} (no copy has it good)"));
+                }
+            }
+            missing.truncate(MAX_MISSING);
+        }
         Lost { shard: root.name.to_string(), stripe: info.fixed.stripe.index, needs, missing }
     }
 }
 
 /// Puts first of each block's holders the one that is first for the fewest blocks so far: blocks are read at once, and two from one
-/// node take twice as long.
+/// node take twice as long. Only those that count come first.
 fn spread(replicas: &mut BTreeMap<u8, Vec<Holding>>) {
     let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
     for holders in replicas.values_mut() {
         let load = |holding: &Holding| firsts.get(&holding.node).copied().unwrap_or(0);
-        let least = holders.iter().enumerate().min_by_key(|(at, holding)| (load(holding), *at));
+        let counting = holders.iter().enumerate().filter(|(_, holding)| holding.counts);
+        let least = counting.min_by_key(|(at, holding)| (load(holding), *at));
         if let Some((at, &Holding { node, .. })) = least {
             holders[..=at].rotate_right(1);
             *firsts.entry(node).or_default() += 1;
@@ -185,25 +274,25 @@ fn spread(replicas: &mut BTreeMap<u8, Vec<Holding>>) {
     }
 }
 
-/// Good replicas of a block, spread: which holder comes first depends on the block.
+/// Replicas of a block, those that count first, and spread: which holder comes first depends on the block.
 fn replicas_of(info: &StripeInfo, block: u8, held: &Held) -> Vec<Holding> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
-    let file = FileName::Replica { block };
-    let mut holders: Vec<Holding> = held
-        .iter()
-        .filter(|(_, files)| {
-            files.iter().any(|view| {
-                view.file == file
-                    && view.root == expected.root
-                    && view.len_bytes == expected.len_bytes
-            })
+    let (file, expected) = (FileName::Replica { block }, (expected.len_bytes, expected.root));
+    let found = |files: &[Found]| {
+        files.iter().copied().find(|found| {
+            found.file == file && found.content.is_none_or(|content| content == expected)
         })
-        .map(|(&node, _)| Holding { node, file, root: expected.root })
-        .collect();
+    };
+    let holding = |(&node, files): (&NodeId, &Vec<Found>)| {
+        let counts = found(files)?.counts;
+        Some(Holding { node, file, root: Some(expected.1), counts })
+    };
+    let mut holders: Vec<Holding> = held.iter().filter_map(holding).collect();
     if holders.len() > 1 {
         let turn = (usize::from(block) + info.fixed.stripe.index as usize) % holders.len();
         holders.rotate_left(turn);
     }
+    holders.sort_by_key(|holding| !holding.counts);
     holders
 }
 
@@ -213,38 +302,47 @@ fn pieces_of(
     code: &Code,
     receipt: Option<&Receipt>,
     held: &Held,
-) -> BTreeMap<usize, Holding> {
-    let mut pieces = BTreeMap::new();
+) -> BTreeMap<usize, Vec<Holding>> {
+    let mut pieces: BTreeMap<usize, Vec<Holding>> = BTreeMap::new();
     for (&node, files) in held {
-        for view in files {
-            let piece = match view.file {
-                FileName::Piece { piece, attempt: of } if of == attempt => usize::from(piece),
+        for found in files {
+            let found_root = found.content.map(|(_, root)| root);
+            let (piece, root) = match found.file {
+                FileName::Piece { piece, attempt: of } if of == attempt => {
+                    // With a receipt a piece is what the receipt says; without one the decoded bytes decide.
+                    let proven = receipt.and_then(|receipt| receipt.pieces.get(usize::from(piece)));
+                    (usize::from(piece), proven.map(|proven| proven.root).or(found_root))
+                }
                 // In the classical code a replica is the systematic piece of the same number.
                 FileName::Replica { block } if matches!(code, Code::Rs(_)) => {
-                    let expected = info.fixed.blocks.get(usize::from(block));
-                    if expected.is_none_or(|expected| expected.root != view.root) {
+                    let Some(expected) = info.fixed.blocks.get(usize::from(block)) else {
                         continue;
-                    }
-                    usize::from(block)
+                    };
+                    (usize::from(block), Some(expected.root))
                 }
                 _ => continue,
             };
-            // With a receipt a piece is what the receipt says; without one the decoded bytes decide.
-            let proven = receipt.and_then(|receipt| receipt.pieces.get(piece));
-            if piece < code.n() && proven.is_none_or(|proven| proven.root == view.root) {
-                pieces.insert(piece, Holding { node, file: view.file, root: view.root });
+            if piece < code.n() && (found_root.is_none() || found_root == root) {
+                let holding = Holding { node, file: found.file, root, counts: found.counts };
+                pieces.entry(piece).or_default().push(holding);
             }
         }
     }
     if matches!(code, Code::Rs(_)) {
         // A block past the shard's end has no file anywhere, and is known all the same: all zero.
         for block in (0..info.fixed.cut.k).filter(|&block| info.fixed.cut.block_len(block) == 0) {
-            if let Some(node) = held.keys().next() {
-                let (node, file) = (*node, FileName::Replica { block });
-                let root = *blake3::hash(&[]).as_bytes();
-                pieces.entry(block.into()).or_insert(Holding { node, file, root });
+            if let Some(&node) = held.keys().next() {
+                let file = FileName::Replica { block };
+                let root = Some(*blake3::hash(&[]).as_bytes());
+                let holders = pieces.entry(block.into()).or_default();
+                if holders.is_empty() {
+                    holders.push(Holding { node, file, root, counts: true });
+                }
             }
         }
+    }
+    for holders in pieces.values_mut() {
+        holders.sort_by_key(|holding| !holding.counts);
     }
     pieces
 }
@@ -254,8 +352,6 @@ mod tests {
     use super::*;
     use crate::format::records::{BlockInfo, FIELD_GF8, LAYOUT_STANDARD, StripeFixed};
     use crate::id::{Generation, SaveId, ShardId, Step, StripeId};
-    use crate::units::GRAIN_BYTES;
-    use crate::wire::answers::FileView;
 
     fn root() -> ShardRoot {
         let save = SaveId([1; 12]);
@@ -288,7 +384,8 @@ mod tests {
                 let holding = |node: usize| Holding {
                     node: NodeId(node as u64),
                     file: FileName::Replica { block: block as u8 },
-                    root: [0; 32],
+                    root: None,
+                    counts: true,
                 };
                 let mut holders: Vec<Holding> = layout.holders(block).map(holding).collect();
                 holders.rotate_left(block % 2);
@@ -316,7 +413,7 @@ mod tests {
         let code = table::find(6, 4).unwrap().id();
         let generation = Generation::default();
         let archived = StripeState::Archived { attempt, code, generation, dropped: false };
-        let view = |file| FileView { file, len_bytes: GRAIN_BYTES, root: [7; 32] };
+        let view = |file| Found { file, content: Some((GRAIN_BYTES, [7; 32])), counts: true };
         let held = |pieces| -> Held {
             let on = |node: u8| {
                 let mut files = vec![view(FileName::Replica { block: node % 4 })];
@@ -329,13 +426,13 @@ mod tests {
         };
         let way = |state, is_leaving, pieces| {
             let blocks = &[0, 1, 2, 3];
-            let wanted =
-                Wanted { root: &root, info: &info, state, receipt: None, blocks, is_leaving };
-            wanted.find_way(&held(pieces)).unwrap().unwrap()
+            let (root, info, receipt, grains) = (&root, &info, None, 0..1);
+            let wanted = Wanted { root, info, state, receipt, blocks, grains, is_leaving };
+            wanted.find_way(&DamageOf::new(), &held(pieces)).unwrap().unwrap()
         };
-        assert!(matches!(way(archived, false, 6), Way::Replicas(_)));
-        assert!(matches!(way(archived, true, 6), Way::Pieces { .. }));
-        assert!(matches!(way(archived, true, 3), Way::Replicas(_)));
-        assert!(matches!(way(StripeState::Replicated, true, 6), Way::Replicas(_)));
+        assert!(!way(archived, false, 6).by_pieces);
+        assert!(way(archived, true, 6).by_pieces);
+        assert!(!way(archived, true, 3).by_pieces);
+        assert!(!way(StripeState::Replicated, true, 6).by_pieces);
     }
 }

@@ -11,6 +11,8 @@ use crate::entropy::{Entropy, SeededEntropy};
 pub(super) struct FileNode {
     pub(super) state: Mutex<FileState>,
     pub(super) used: Arc<AtomicU64>,
+    /// No other file has it, and it is kept over crashes.
+    pub(super) number: u64,
 }
 
 impl Drop for FileNode {
@@ -88,7 +90,7 @@ pub(super) fn image_of_dir(
             };
             used.fetch_add(contents.len, Ordering::Relaxed);
             let state = Mutex::new(FileState::synced(contents));
-            Node::File(Arc::new(FileNode { state, used: used.clone() }))
+            Node::File(Arc::new(FileNode { state, used: used.clone(), number: file.number }))
         }
     };
     let seen: BTreeMap<_, _> =

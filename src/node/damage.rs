@@ -1,0 +1,312 @@
+//! Damaged files of this node: looked at, named to readers, and mended from grains (docs/semantics.md, 6, *Damage*).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::Node;
+use super::blocks::PUT_BYTES;
+use super::failure::failure;
+use crate::catalogue::records::{read, root_key};
+use crate::format::file::{FileKey, FileName};
+use crate::format::records::{LAYOUT_STANDARD, ShardRoot, StripeState};
+use crate::gf::FingerprintKey;
+use crate::id::StripeId;
+use crate::kind::Kind;
+use crate::pipeline::read::{ReadError, Reading, Sink, StripeReader, state_on_nodes};
+use crate::pipeline::records;
+use crate::stage::{Stage, about_to};
+use crate::store::{BlockSpec, BlockWriter, Look};
+use crate::topology::Directory;
+use crate::units::grains;
+use crate::wire::Failure;
+use crate::wire::calls::{ListSources, SourceView, Suspect};
+
+/// Replicas that wait to be mended; more are mended when they are reported again.
+const MAX_WAITING: usize = 4096;
+/// Damaged files are looked at again after this: a disk may have failed for a moment only.
+const LOOK_AGAIN: Duration = Duration::from_secs(3600);
+
+/// The looks and mendings of a node.
+#[derive(Default)]
+pub(super) struct Mending {
+    /// Held over a look: they read whole files, and a later one must not be overtaken by an earlier one.
+    looking: tokio::sync::Mutex<()>,
+    waiting: Mutex<BTreeSet<(StripeId, u8)>>,
+    now: Notify,
+}
+
+impl Mending {
+    fn add(&self, stripe: StripeId, block: u8) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.len() < MAX_WAITING {
+            waiting.insert((stripe, block));
+        }
+        drop(waiting);
+        self.now.notify_one();
+    }
+
+    fn next(&self) -> Option<(StripeId, u8)> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_first()
+    }
+}
+
+impl Node {
+    pub(super) async fn list_sources(
+        self: &Arc<Self>,
+        call: ListSources,
+    ) -> Result<Vec<SourceView>, Failure> {
+        let sources = self.on_store(move |store| store.sources(call.stripe)).await?;
+        let mut views = Vec::with_capacity(sources.len());
+        for source in sources {
+            let key = FileKey { stripe: call.stripe, name: source.file };
+            if source.damaged.is_some() && !self.store.is_damaged(key) {
+                // The index does not have it: somebody put it back, or its damage is news.
+                self.spawn(|node| async move { drop(node.look_at(key).await) });
+            }
+            views.push(SourceView {
+                file: source.file,
+                content: source.content,
+                damaged: source.damaged,
+            });
+        }
+        Ok(views)
+    }
+
+    pub(super) async fn look_at(&self, key: FileKey) -> Result<Look, Failure> {
+        let _alone = self.mending.looking.lock().await;
+        self.on_store(move |store| store.look_at(key)).await
+    }
+
+    /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. Answers whether it is damaged or gone.
+    pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
+        let key = FileKey { stripe: call.stripe, name: call.file };
+        let look = self.look_at(key).await?;
+        if let (Look::Damaged(_), FileName::Replica { block }) = (&look, call.file) {
+            self.mending.add(call.stripe, block);
+        }
+        Ok(look != Look::Whole)
+    }
+
+    /// Mends what is reported, one after the other, and looks again at what is damaged.
+    pub(super) async fn keep_mended(self: Arc<Self>) {
+        for key in self.store.unchecked_files() {
+            self.look_again(key).await;
+        }
+        loop {
+            tokio::select! {
+                () = self.mending.now.notified() => {}
+                () = self.clock.sleep(LOOK_AGAIN) => {
+                    for (key, _) in self.store.damaged_files() {
+                        self.look_again(key).await;
+                    }
+                }
+            }
+            while let Some((stripe, block)) = self.mending.next() {
+                match self.mend(stripe, block).await {
+                    Ok(()) => tracing::info!(%stripe, block, "mended a damaged replica"),
+                    Err(error) => {
+                        tracing::warn!(%stripe, block, %error, "a damaged replica is not mended");
+                    }
+                }
+            }
+        }
+    }
+
+    async fn look_again(&self, key: FileKey) {
+        let call = Suspect { stripe: key.stripe, file: key.name };
+        if let Err(error) = self.suspect(call).await {
+            tracing::warn!(%key, %error, "a damaged file cannot be looked at");
+        }
+    }
+
+    /// Makes a damaged replica again from the good grains of all copies, its own among them.
+    ///
+    /// # Errors
+    /// When no catalogue says that the stripe is still replicated and the save wanted; when a grain has no good copy.
+    pub(super) async fn mend(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
+        self.still_replicated(stripe).await?;
+        self.still_wanted(stripe.shard.save()).await?;
+        self.gather(stripe, block).await?;
+        self.still_wanted(stripe.shard.save()).await?;
+        self.still_replicated(stripe).await
+    }
+
+    /// Reads a block of a stripe from wherever its grains are good, and stores it here.
+    pub(super) async fn gather(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
+        let catalogue = self.catalogue();
+        let key = root_key(stripe.shard.save(), stripe.shard.index());
+        let gone = || failure(Kind::NotFound, format!("shard {} is gone", stripe.shard));
+        let (root, _) = read::<ShardRoot>(&*catalogue, &key).await?.ok_or_else(gone)?;
+        let directory = Directory::new(catalogue.nodes().await?);
+        let leaves = records::leaves(&self.caller, &directory, &root).await?;
+        let info = records::stripe(&self.caller, &directory, &root, &leaves, stripe.index).await?;
+        let expected = info.fixed.blocks.get(usize::from(block)).cloned();
+        let expected = expected.filter(|expected| expected.len_bytes > 0).ok_or_else(|| {
+            failure(Kind::Invalid, format!("stripe {stripe} has no block {block}"))
+        })?;
+        self.runs.check_room(expected.len_bytes)?;
+        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
+        let (caller, entropy) = (self.caller.clone(), self.entropy.clone());
+        let reading = Reading::new(caller, self.workers.clone(), entropy, directory, Vec::new());
+        let start = info.fixed.cut.offset_bytes + info.fixed.cut.block_offset(block);
+        let range = start..start + expected.len_bytes;
+        let spec =
+            BlockSpec { stripe, block, layout: LAYOUT_STANDARD, len_bytes: expected.len_bytes };
+        let writer = self.on_store(move |store| store.write_block(spec, None)).await?;
+        let sink = Arc::new(InOrder::new(start, writer));
+        let reader = self.plan_block(&reading, root, info, block).await?;
+        let all = 0..grains(expected.len_bytes);
+        reader.read(&[block], all, range, sink.clone()).await.map_err(read_failure)?;
+        let missing = || failure(Kind::Internal, "a gathered block is not whole");
+        let writer = sink.take().ok_or_else(missing)?;
+        about_to(Stage::Fetch, FileKey::replica(stripe, block));
+        self.on_store(move |_| writer.finish(Some(expected.root))).await?;
+        Ok(())
+    }
+
+    async fn plan_block(
+        &self,
+        reading: &Arc<Reading>,
+        root: ShardRoot,
+        info: records::StripeInfo,
+        block: u8,
+    ) -> Result<StripeReader, Failure> {
+        let all = 0..grains(info.fixed.cut.block_len(block));
+        let (key, root) = (Arc::new(FingerprintKey::derive(&root.fingerprint_key)), Arc::new(root));
+        let plan = |state, receipt| {
+            let (reading, root, key) = (reading.clone(), root.clone(), key.clone());
+            let (info, all) = (info.clone(), all.clone());
+            async move {
+                let blocks = &[block];
+                StripeReader::plan(reading, root, key, info, state, receipt, blocks, all).await
+            }
+        };
+        match plan(StripeState::Replicated, None).await {
+            Err(ReadError::Lost(lost)) => {
+                // Pieces that were proven before the commit point are as good.
+                let index = info.fixed.stripe.index;
+                let state = state_on_nodes(reading, &root, index, true).await;
+                let StripeState::Archived { attempt, .. } = state else {
+                    return Err(read_failure(ReadError::Lost(lost)));
+                };
+                let at = (index, info.places.as_slice());
+                let (caller, directory) = (&reading.caller, &reading.directory);
+                let receipt = records::receipt(caller, directory, &root, at, attempt).await.ok();
+                plan(state, receipt).await.map_err(read_failure)
+            }
+            planned => planned.map_err(read_failure),
+        }
+    }
+
+    /// Damaged files, for people: how many replicas and pieces, and the first by name.
+    pub(super) fn damage_note(&self, named: usize) -> Option<String> {
+        let files = self.store.damaged_files();
+        let replicas =
+            files.iter().filter(|(key, _)| matches!(key.name, FileName::Replica { .. })).count();
+        let pieces = files.len() - replicas;
+        let count = |count: usize, one: &str| match count {
+            0 => None,
+            1 => Some(format!("1 {one}")),
+            many => Some(format!("{many} {one}s")),
+        };
+        let counts: Vec<String> =
+            [count(replicas, "replica"), count(pieces, "piece")].into_iter().flatten().collect();
+        let first: Vec<String> = files
+            .iter()
+            .take(named)
+            .map(|(key, damage)| match damage.grains.len() {
+                0 => key.to_string(),
+                1 => format!("{key} (1 grain)"),
+                many => format!("{key} ({many} grains)"),
+            })
+            .collect();
+        let more = if files.len() > named { ", ..." } else { "" };
+        (!files.is_empty()).then(|| {
+            let is = if files.len() == 1 { "is" } else { "are" };
+            format!(
+                "{} {is} damaged and not counted: {}{more}",
+                counts.join(" and "),
+                first.join(", ")
+            )
+        })
+    }
+}
+
+fn read_failure(error: ReadError) -> Failure {
+    failure(error.kind(), error.to_string())
+}
+
+/// Writes a block in order, whatever the order is in which its grains come.
+struct InOrder {
+    start: u64,
+    state: Mutex<InOrderState>,
+}
+
+struct InOrderState {
+    writer: Option<BlockWriter>,
+    next: u64,
+    /// Grains that came before their turn: a reader works on a few at once.
+    early: BTreeMap<u64, Vec<u8>>,
+}
+
+impl InOrder {
+    fn new(start: u64, writer: BlockWriter) -> Self {
+        let state = InOrderState { writer: Some(writer), next: start, early: BTreeMap::new() };
+        Self { start, state: Mutex::new(state) }
+    }
+
+    /// The writer, if it has all of the block.
+    fn take(&self) -> Option<BlockWriter> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.writer.take().filter(|writer| writer.missing_bytes() == 0)
+    }
+}
+
+impl Sink for InOrder {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        debug_assert!(offset >= self.start);
+        if offset >= state.next {
+            state.early.insert(offset, bytes.to_vec());
+        }
+        while let Some(bytes) = {
+            let next = state.next;
+            state.early.remove(&next)
+        } {
+            state.next += bytes.len() as u64;
+            let Some(writer) = &mut state.writer else { break };
+            writer.write(&bytes).map_err(io::Error::other)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{ClusterId, ShardId};
+    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+
+    #[test]
+    fn grains_are_written_in_order() {
+        let disk = MemoryDisk::new(1 << 20);
+        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
+        let kv = Arc::new(MemoryKv::new());
+        let (store, _) = Store::open(Arc::new(disk), lock, kv, ClusterId([1; 16]), &name).unwrap();
+        let stripe = StripeId { shard: ShardId([5; 16]), index: 0 };
+        let spec = BlockSpec { stripe, block: 0, layout: 1, len_bytes: 6 };
+        let sink = InOrder::new(100, store.write_block(spec, None).unwrap());
+        for (offset, bytes) in
+            [(102, b"cd"), (104, b"ef"), (102, b"cd"), (100, b"ab"), (100, b"ab")]
+        {
+            sink.write_at(offset, bytes).unwrap();
+        }
+        let stored = sink.take().unwrap().finish(None).unwrap();
+        assert_eq!(stored.root, *blake3::hash(b"abcdef").as_bytes());
+        assert!(sink.take().is_none());
+    }
+}

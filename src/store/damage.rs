@@ -1,0 +1,359 @@
+//! Damaged files: noted beside the file, not counted, and still read grain by grain (docs/semantics.md, 6, *Damage*).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use super::StoreError;
+use super::disk::{DiskError, DiskFile};
+use super::folder::Store;
+use super::names::{file_path, stripe_dir};
+use super::small::if_found;
+use super::stored_file::{StoredFile, read_tail};
+use crate::format::file::{FileHeader, FileKey, FileName};
+use crate::format::grain_set::GrainSet;
+use crate::format::records::{Damage, Record};
+use crate::format::tree::{GrainTree, Hash};
+use crate::id::StripeId;
+use crate::kind::Kind;
+use crate::units::GRAIN_BYTES;
+
+/// The beginning of a note's name; the name of the file follows, without its dot.
+const PREFIX: &str = "damage-";
+
+/// Damaged grains that the log names.
+const LOGGED: usize = 8;
+
+/// A note as the store remembers it.
+#[derive(Debug, Clone)]
+pub(super) struct Noted {
+    damage: Arc<Damage>,
+    /// Whether the note is about the file that has the name now.
+    is_checked: bool,
+}
+
+/// The notes of a folder.
+pub(super) type Notes = BTreeMap<FileKey, Noted>;
+
+/// The result of a look at a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Look {
+    /// There is none.
+    Gone,
+    /// It is whole, and counts.
+    Whole,
+    /// It is damaged, which is noted.
+    Damaged(Arc<Damage>),
+    /// It lay under a name that is not its own, and is in quarantine.
+    Misplaced,
+}
+
+/// A file of a stripe that grains can be read from, whether it counts or not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    /// Its name.
+    pub file: FileName,
+    /// The length of its data and their BLAKE3, if its tail is good.
+    pub content: Option<(u64, Hash)>,
+    /// The grains that are known to be damaged; `None` when the file counts.
+    pub damaged: Option<GrainSet>,
+}
+
+/// An open file that grains are read from. They prove themselves, or nothing.
+pub struct SourceFile {
+    file: Box<dyn DiskFile>,
+    tail: Option<(FileHeader, GrainTree)>,
+    /// Grains that are known to be damaged: the disk is not asked for them again, which may take seconds each time.
+    damaged: GrainSet,
+}
+
+impl SourceFile {
+    pub(super) fn new(
+        file: Box<dyn DiskFile>,
+        tail: Option<(FileHeader, GrainTree)>,
+        damaged: GrainSet,
+    ) -> Self {
+        Self { file, tail, damaged }
+    }
+
+    /// Header and table, if the tail is good.
+    pub fn tail(&self) -> Option<&(FileHeader, GrainTree)> {
+        self.tail.as_ref()
+    }
+
+    /// Fills `buf` from `offset`. Grains that are damaged or cannot be read, because the disk fails or the file ends before, come as zeros.
+    pub fn read(&self, offset: u64, buf: &mut [u8]) {
+        if self.damaged.is_empty() && self.file.read_at(buf, offset).is_ok() {
+            return;
+        }
+        let (mut at, mut rest) = (offset, buf);
+        while !rest.is_empty() {
+            let in_grain = (GRAIN_BYTES - at % GRAIN_BYTES).min(rest.len() as u64);
+            let (part, behind) = rest.split_at_mut(in_grain as usize);
+            let is_damaged = self.damaged.contains(at / GRAIN_BYTES);
+            if is_damaged || self.file.read_at(part, at).is_err() {
+                part.fill(0);
+            }
+            (at, rest) = (at + in_grain, behind);
+        }
+    }
+}
+
+fn note_name(name: FileName) -> String {
+    let name = name.to_string();
+    let stem = name.split_once('.').map_or(&*name, |(stem, _)| stem);
+    format!("{PREFIX}{stem}")
+}
+
+/// The file that a small record of this name is a note about.
+pub(super) fn noted_file(name: &str) -> Option<FileName> {
+    let stem = name.strip_prefix(PREFIX)?;
+    ["rep", "pc"].iter().find_map(|end| format!("{stem}.{end}").parse().ok())
+}
+
+/// Whether an error in the tail of a file is damage, and not a later release's format.
+pub(super) fn is_damage(error: &StoreError) -> bool {
+    match error {
+        StoreError::Misplaced { .. } => false,
+        StoreError::Disk(DiskError::Io { .. }) => true,
+        error => error.kind() == Kind::Corrupt,
+    }
+}
+
+impl Store {
+    pub(super) fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.damaged().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a damage note is held for the file, so that it does not count.
+    pub fn is_damaged(&self, key: FileKey) -> bool {
+        self.notes().contains_key(&key)
+    }
+
+    /// All files that do not count because they are damaged, in order.
+    pub fn damaged_files(&self) -> Vec<(FileKey, Arc<Damage>)> {
+        let notes = self.notes();
+        notes.iter().map(|(key, noted)| (*key, noted.damage.clone())).collect()
+    }
+
+    /// Files whose note is about another file that had the name: they have to be looked at.
+    pub fn unchecked_files(&self) -> Vec<FileKey> {
+        let notes = self.notes();
+        notes.iter().filter(|(_, noted)| !noted.is_checked).map(|(key, _)| *key).collect()
+    }
+
+    /// Opens a file to read grains from, whether it counts or not.
+    ///
+    /// # Errors
+    /// When there is none, or it says that it is another file.
+    pub fn open_source(&self, key: FileKey) -> Result<SourceFile, StoreError> {
+        let file = self.disk().open(&file_path(key))?;
+        let tail = match self.tail_of(&*file, key) {
+            Ok(tail) => Some(tail),
+            Err(error) if is_damage(&error) => None,
+            Err(error) => return Err(error),
+        };
+        let noted = self.notes().get(&key).filter(|noted| noted.is_checked).cloned();
+        let damaged = noted.map(|noted| noted.damage.grains.clone()).unwrap_or_default();
+        Ok(SourceFile::new(file, tail, damaged))
+    }
+
+    fn tail_of(
+        &self,
+        file: &dyn DiskFile,
+        key: FileKey,
+    ) -> Result<(FileHeader, GrainTree), StoreError> {
+        let (header, tree) = read_tail(file, file.len_bytes()?, &file_path(key))?;
+        StoredFile::check_name(&header, self.cluster(), key)?;
+        Ok((header, tree))
+    }
+
+    /// The files of a stripe that do not count.
+    pub fn damaged_of(&self, stripe: StripeId) -> Vec<FileName> {
+        let from = FileKey { stripe, name: FileName::Replica { block: 0 } };
+        let notes = self.notes();
+        let of = notes.range(from..).take_while(|(key, _)| key.stripe == stripe);
+        of.map(|(key, _)| key.name).collect()
+    }
+
+    /// Every file of a stripe that the folder has and that can be a source, by name. A file that the index does not have yet does not
+    /// count: it has to be looked at.
+    pub fn sources(&self, stripe: StripeId) -> Result<Vec<Source>, StoreError> {
+        let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
+        let listed = self.find(stripe)?;
+        let mut sources = Vec::new();
+        for entry in entries.into_iter().filter(|entry| !entry.is_dir) {
+            let Ok(file) = entry.name.parse::<FileName>() else { continue };
+            // Gone meanwhile, or no source.
+            let Ok(opened) = self.open_source(FileKey { stripe, name: file }) else { continue };
+            let content = opened.tail().map(|(header, _)| (header.len_bytes, header.root));
+            let counts = content.is_some() && listed.iter().any(|info| info.content.name() == file);
+            let damaged = (!counts).then_some(opened.damaged);
+            sources.push(Source { file, content, damaged });
+        }
+        Ok(sources)
+    }
+
+    /// Reads all of a file past the page cache, and notes whether it counts.
+    ///
+    /// # Errors
+    /// When it cannot be judged: it is of a later release, or the disk refuses to open it.
+    pub fn look_at(&self, key: FileKey) -> Result<Look, StoreError> {
+        let file = match if_found(self.disk().open(&file_path(key))) {
+            Ok(Some(file)) => file,
+            Ok(None) => {
+                self.forget_note(key, |_| self.number_of(key).is_none())?;
+                self.correct_index(key)?;
+                return Ok(Look::Gone);
+            }
+            // It has a name and no bytes that can be read.
+            Err(DiskError::Io { .. }) => return Ok(self.note_damage(key, Damage::default())),
+            Err(error) => return Err(error.into()),
+        };
+        let number = file.number()?;
+        match self.tail_of(&*file, key) {
+            Ok((header, tree)) => {
+                let file_bytes = file.len_bytes()?;
+                let opened = StoredFile::from_parts(file, key, header, tree, file_bytes);
+                let grains: GrainSet = opened.scrub().into_iter().collect();
+                if grains.is_empty() {
+                    self.forget_note(key, |_| self.number_of(key) == Some(number))?;
+                    self.correct_index(key)?;
+                    return Ok(Look::Whole);
+                }
+                // The file is open until it is noted, so that no other one can get its number.
+                Ok(self.note_damage(key, Damage { number, has_tail: true, grains }))
+            }
+            Err(error @ StoreError::Misplaced { .. }) => {
+                self.quarantine(key, None, &error.to_string())?;
+                Ok(Look::Misplaced)
+            }
+            Err(error) if is_damage(&error) => {
+                Ok(self.note_damage(key, Damage { number, ..Damage::default() }))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Notes the damage of the file that was looked at, if it still has the name. From here on it does not count. A file without a number
+    /// could not be opened.
+    fn note_damage(&self, key: FileKey, damage: Damage) -> Look {
+        match self.put_note(key, damage) {
+            Some((damage, (old_bytes, new_bytes))) => {
+                self.index().count_small(old_bytes, new_bytes);
+                Look::Damaged(damage)
+            }
+            None => Look::Gone,
+        }
+    }
+
+    /// Returns what was noted, and the lengths of the record that was replaced and of the new one; `None` when another file has the name.
+    fn put_note(&self, key: FileKey, damage: Damage) -> Option<(Arc<Damage>, Lengths)> {
+        let (damage, path) = (Arc::new(damage), note_path(key));
+        let is_it = || match self.number_of(key) {
+            Some(number) => number == damage.number,
+            None => damage.number == 0,
+        };
+        let noted = Noted { damage: damage.clone(), is_checked: true };
+        let is_noted = self.names().hold(|| {
+            is_it() && {
+                self.notes().insert(key, noted);
+                true
+            }
+        });
+        if !is_noted {
+            return None;
+        }
+        let first: Vec<u64> = damage.grains.iter().take(LOGGED).collect();
+        tracing::warn!(%key, has_tail = damage.has_tail, grains = damage.grains.len(), ?first, "a file is damaged: it does not count");
+        let format = |source| StoreError::Format { path: path.clone(), source };
+        let put = damage.to_bytes().map_err(format).and_then(|bytes| {
+            let is_still = || match is_it() {
+                true => Ok(()),
+                false => Err(StoreError::Conflict { key }),
+            };
+            let old_bytes = self.put_record_when(&path, &bytes, is_still)?;
+            Ok((old_bytes, Some(bytes.len() as u64)))
+        });
+        match put {
+            Ok(lengths) => Some((damage, lengths)),
+            Err(StoreError::Conflict { .. }) => None,
+            Err(error) => {
+                tracing::error!(%key, %error, "damage cannot be noted: the file does not count until the daemon ends");
+                Some((damage, (None, None)))
+            }
+        }
+    }
+
+    /// Removes the note of `key`, if there is one and `may_go` says so when no name can change, and returns when that is durable.
+    pub(super) fn forget_note(
+        &self,
+        key: FileKey,
+        may_go: impl FnOnce(&Damage) -> bool,
+    ) -> Result<(), StoreError> {
+        if !self.is_damaged(key) {
+            return Ok(());
+        }
+        let path = note_path(key);
+        let bytes = if_found(self.disk().open(&path))?.map(|file| file.len_bytes()).transpose()?;
+        let removed = self.names().remove_if(&path, || {
+            let mut notes = self.notes();
+            let may_go = notes.get(&key).is_some_and(|noted| may_go(&noted.damage));
+            if may_go {
+                notes.remove(&key);
+            }
+            may_go
+        })?;
+        if removed {
+            self.index().count_small(bytes, None);
+        }
+        Ok(())
+    }
+
+    /// The number of the file that has the name now.
+    pub(super) fn number_of(&self, key: FileKey) -> Option<u64> {
+        self.disk().open(&file_path(key)).and_then(|file| file.number()).ok()
+    }
+
+    /// The number of the file that a note is about; for a writer that is about to take the name.
+    pub(super) fn noted_number(&self, key: FileKey) -> Option<u64> {
+        self.notes().get(&key).map(|noted| noted.damage.number)
+    }
+
+    /// Reads the notes of a stripe's folder, at the start. Those without a file go, and a file that does not open is unchecked.
+    pub(super) fn load_notes(&self, stripe: StripeId, names: &[String]) -> Result<(), StoreError> {
+        for name in names {
+            let Some(file) = noted_file(name) else { continue };
+            let key = FileKey { stripe, name: file };
+            let there = if_found(self.disk().open(&file_path(key)));
+            if let Ok(None) = there {
+                self.names().remove(&note_path(key))?;
+                continue;
+            }
+            let number = there.ok().flatten().and_then(|there| there.number().ok());
+            let record = self.get_record(&note_path(key)).ok().flatten().unwrap_or_default();
+            let damage = Damage::parse(&record).ok();
+            let is_checked =
+                number.is_some() && damage.as_ref().map(|damage| damage.number) == number;
+            let damage = Arc::new(damage.unwrap_or_default());
+            self.notes().insert(key, Noted { damage, is_checked });
+        }
+        Ok(())
+    }
+
+    /// Notes a file whose tail does not open, at the start. Returns the length of the note, or `None` when its error is no damage.
+    pub(super) fn note_tail(&self, key: FileKey, error: &StoreError) -> Option<u64> {
+        if !is_damage(error) {
+            return None;
+        }
+        let number = self.number_of(key).unwrap_or_default();
+        let (_, (_, new_bytes)) = self.put_note(key, Damage { number, ..Damage::default() })?;
+        Some(new_bytes.unwrap_or_default())
+    }
+}
+
+/// The lengths of a record that was replaced, and of the one that is there now.
+type Lengths = (Option<u64>, Option<u64>);
+
+fn note_path(key: FileKey) -> String {
+    format!("{}/{}", stripe_dir(key.stripe), note_name(key.name))
+}

@@ -27,6 +27,8 @@ use crate::wire::calls::{ListSources, SourceView, Suspect};
 
 /// Replicas that wait to be mended; more are mended when they are reported again.
 const MAX_WAITING: usize = 4096;
+/// How often the sources of a block are looked for again when those of the first look have given out.
+const MAX_LOOKS: u32 = 3;
 /// Damaged files are looked at again after this: a disk may have failed for a moment only.
 const LOOK_AGAIN: Duration = Duration::from_secs(3600);
 
@@ -158,9 +160,16 @@ impl Node {
             BlockSpec { stripe, block, layout: LAYOUT_STANDARD, len_bytes: expected.len_bytes };
         let writer = self.on_store(move |store| store.write_block(spec, None)).await?;
         let sink = Arc::new(InOrder::new(start, writer));
-        let reader = self.plan_block(&reading, root, info, block).await?;
-        let all = 0..grains(expected.len_bytes);
-        reader.read(&[block], all, range, sink.clone()).await.map_err(read_failure)?;
+        let (root, mut looks) = (Arc::new(root), 0);
+        loop {
+            let reader = self.plan_block(&reading, &root, &info, block).await?;
+            let all = 0..grains(expected.len_bytes);
+            match reader.read(&[block], all, range.clone(), sink.clone()).await {
+                // The first sources were enough until one of them turned out to be damaged, too: now all are asked for.
+                Err(ReadError::Lost(_)) if looks < MAX_LOOKS => looks += 1,
+                read => break read.map_err(read_failure)?,
+            }
+        }
         let missing = || failure(Kind::Internal, "a gathered block is not whole");
         let writer = sink.take().ok_or_else(missing)?;
         about_to(Stage::Fetch, FileKey::replica(stripe, block));
@@ -171,12 +180,12 @@ impl Node {
     async fn plan_block(
         &self,
         reading: &Arc<Reading>,
-        root: ShardRoot,
-        info: records::StripeInfo,
+        root: &Arc<ShardRoot>,
+        info: &records::StripeInfo,
         block: u8,
     ) -> Result<StripeReader, Failure> {
         let all = 0..grains(info.fixed.cut.block_len(block));
-        let (key, root) = (Arc::new(FingerprintKey::derive(&root.fingerprint_key)), Arc::new(root));
+        let key = Arc::new(FingerprintKey::derive(&root.fingerprint_key));
         let plan = |state, receipt| {
             let (reading, root, key) = (reading.clone(), root.clone(), key.clone());
             let (info, all) = (info.clone(), all.clone());
@@ -189,13 +198,13 @@ impl Node {
             Err(ReadError::Lost(lost)) => {
                 // Pieces that were proven before the commit point are as good.
                 let index = info.fixed.stripe.index;
-                let state = state_on_nodes(reading, &root, index, true).await;
+                let state = state_on_nodes(reading, root, index, true).await;
                 let StripeState::Archived { attempt, .. } = state else {
                     return Err(read_failure(ReadError::Lost(lost)));
                 };
                 let at = (index, info.places.as_slice());
                 let (caller, directory) = (&reading.caller, &reading.directory);
-                let receipt = records::receipt(caller, directory, &root, at, attempt).await.ok();
+                let receipt = records::receipt(caller, directory, root, at, attempt).await.ok();
                 plan(state, receipt).await.map_err(read_failure)
             }
             planned => planned.map_err(read_failure),

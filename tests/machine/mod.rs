@@ -224,11 +224,14 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// The files of a cluster of small blocks, without daemons.
+    /// The files of a cluster, of small blocks unless `set` says otherwise, without daemons.
     pub fn files(nodes: usize, set: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut command = program(folder.path());
-        command.args(["cluster", "init", "cluster", "--set", "code.block=64KiB"]);
+        command.args(["cluster", "init", "cluster"]);
+        if !set.iter().any(|set| set.starts_with("code.block=")) {
+            command.args(["--set", "code.block=64KiB"]);
+        }
         for (at, port) in free_ports(nodes).iter().enumerate() {
             command.arg("--node").arg(format!("n{}=127.0.0.1:{port}", at + 1));
         }

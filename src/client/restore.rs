@@ -270,7 +270,7 @@ impl Client {
         mut state: StripeState,
     ) -> Result<Planned, ClientError> {
         let (mut moves, mut patience) = (0, reading.patience());
-        let mut has_asked_nodes = part.state.is_none();
+        let (mut has_asked_nodes, mut is_by_nodes) = (part.state.is_none(), false);
         loop {
             let error = match self.plan_in_state(reading, part, leaves, slice, state).await {
                 Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
@@ -281,6 +281,14 @@ impl Client {
             if moves >= MAX_MOVES || !(is_busy || matches!(error, ReadError::Lost(_))) {
                 return Err(error.into());
             }
+            if is_busy && is_by_nodes {
+                // The catalogue does not know this state yet: it says nothing new.
+                if !patience.wait().await {
+                    return Err(error.into());
+                }
+                continue;
+            }
+            is_by_nodes = false;
             match self.next_state(reading, part, slice.stripe, state).await? {
                 Some(next) => {
                     moves += 1;
@@ -294,7 +302,7 @@ impl Client {
                     if found == state || found == StripeState::Replicated {
                         return Err(error.into());
                     }
-                    state = found;
+                    (state, is_by_nodes) = (found, true);
                 }
                 None => return Err(error.into()),
             }

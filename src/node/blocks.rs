@@ -352,8 +352,10 @@ impl Node {
         }
         // Above the high-water mark too: what was saved has the room that is kept from new saves.
         self.runs.check_room(call.len_bytes)?;
-        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
         let key = FileKey::replica(call.stripe, call.block);
+        // What lies there under the name is missing or was found damaged, which is noted before the good copy takes the name.
+        let _ = self.look_at(key).await;
+        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
         let read = Read {
             stripe: call.stripe,
             file: key.name,
@@ -375,8 +377,6 @@ impl Node {
             layout: LAYOUT_STANDARD,
             len_bytes: call.len_bytes,
         };
-        // What lies there under the name is missing or was found damaged, which is noted before the good copy takes the name.
-        let _ = self.look_at(key).await;
         let mut writer = self.on_store(move |store| store.write_block(spec, None)).await?;
         let mut left = call.len_bytes;
         while left > 0 {

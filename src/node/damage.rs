@@ -25,7 +25,7 @@ use crate::units::grains;
 use crate::wire::Failure;
 use crate::wire::calls::{ListSources, SourceView, Suspect};
 
-/// Replicas that wait to be mended; more are mended when they are reported again.
+/// Replicas that wait to be mended, and files that wait to be looked at; more are when they are reported again.
 const MAX_WAITING: usize = 4096;
 /// How often the sources of a block are looked for again when those of the first look have given out.
 const MAX_LOOKS: u32 = 3;
@@ -38,6 +38,8 @@ pub(super) struct Mending {
     /// Held over a look: they read whole files, and a later one must not be overtaken by an earlier one.
     looking: tokio::sync::Mutex<()>,
     waiting: Mutex<BTreeSet<(StripeId, u8)>>,
+    /// Files that are to be looked at.
+    looks: Mutex<BTreeSet<FileKey>>,
     now: Notify,
 }
 
@@ -51,23 +53,33 @@ impl Mending {
         self.now.notify_one();
     }
 
+    fn add_look(&self, key: FileKey) {
+        let mut looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
+        if looks.len() < MAX_WAITING {
+            looks.insert(key);
+        }
+        drop(looks);
+        self.now.notify_one();
+    }
+
+    fn next_look(&self) -> Option<FileKey> {
+        self.looks.lock().unwrap_or_else(PoisonError::into_inner).pop_first()
+    }
+
     fn next(&self) -> Option<(StripeId, u8)> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_first()
     }
 }
 
 impl Node {
-    pub(super) async fn list_sources(
-        self: &Arc<Self>,
-        call: ListSources,
-    ) -> Result<Vec<SourceView>, Failure> {
+    pub(super) async fn list_sources(&self, call: ListSources) -> Result<Vec<SourceView>, Failure> {
         let sources = self.on_store(move |store| store.sources(call.stripe)).await?;
         let mut views = Vec::with_capacity(sources.len());
         for source in sources {
             let key = FileKey { stripe: call.stripe, name: source.file };
             if source.damaged.is_some() && !self.store.is_damaged(key) {
                 // The index does not have it: somebody put it back, or its damage is news.
-                self.spawn(|node| async move { drop(node.look_at(key).await) });
+                self.mending.add_look(key);
             }
             views.push(SourceView {
                 file: source.file,
@@ -83,7 +95,8 @@ impl Node {
         self.on_store(move |store| store.look_at(key)).await
     }
 
-    /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. Answers whether it is damaged or gone.
+    /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. Answers whether it does not count:
+    /// it is damaged, another file than its name says, or gone.
     pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let look = self.look_at(key).await?;
@@ -98,14 +111,20 @@ impl Node {
         for key in self.store.unchecked_files() {
             self.look_again(key).await;
         }
+        let mut next_round = self.clock.now() + LOOK_AGAIN;
         loop {
+            let left = next_round.saturating_sub(self.clock.now());
             tokio::select! {
                 () = self.mending.now.notified() => {}
-                () = self.clock.sleep(LOOK_AGAIN) => {
+                () = self.clock.sleep(left) => {
                     for (key, _) in self.store.damaged_files() {
                         self.look_again(key).await;
                     }
+                    next_round = self.clock.now() + LOOK_AGAIN;
                 }
+            }
+            while let Some(key) = self.mending.next_look() {
+                self.look_again(key).await;
             }
             while let Some((stripe, block)) = self.mending.next() {
                 match self.mend(stripe, block).await {

@@ -519,7 +519,9 @@ impl StripeReader {
             known.insert((stripe, holding.node, holding.file));
         }
         drop(known);
-        self.tell(holding);
+        if holding.counts {
+            self.tell(holding);
+        }
     }
 
     /// The node looks for itself: it notes damage, and takes a file off its list if it is gone. Nobody waits for that.

@@ -1,7 +1,8 @@
 //! The index is brought in line with the folders, at every open.
 //!
-//! Names and lengths are compared, no data is read; only files that the index does not have are opened. What
-//! does not prove itself goes to quarantine, what cannot be read now stays, what is not ours stays too and is named.
+//! Names and lengths are compared, no data is read; only files that the index does not have are opened. A file
+//! whose tail is damaged is noted, and one that is another than its name says goes to quarantine. What is not
+//! ours stays and is named.
 
 use std::collections::HashSet;
 

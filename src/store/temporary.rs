@@ -114,15 +114,16 @@ impl Temporary {
         let (key, header) = (self.key(), &tail.header);
         let (was_there, replaced) = self.take_name(header)?;
         self.published = true;
+        let file_bytes = header.len_bytes + tail.bytes.len() as u64;
+        self.store.index().update(key, Some(FileInfo::of(header, file_bytes)))?;
         if let Some(number) = replaced {
             self.store.forget_note(key, |damage| damage.number == number)?;
         }
-        let file_bytes = header.len_bytes + tail.bytes.len() as u64;
-        self.store.index().update(key, Some(FileInfo::of(header, file_bytes)))?;
         Ok(Stored { key, root: header.root, len_bytes: header.len_bytes, was_there })
     }
 
-    /// Takes the name, unless other content that counts has it. A file there that proves nothing is moved to quarantine. Returns whether
+    /// Takes the name, unless other content that counts has it. A file there that does not open, and is
+    /// not noted as damaged, is moved to quarantine. Returns whether
     /// the same content was there, and the number of a damaged file that was replaced.
     fn take_name(&self, header: &FileHeader) -> Result<(bool, Option<u64>), StoreError> {
         let (store, key) = (&self.store, self.key());

@@ -10,7 +10,7 @@ use super::shard::OwnedShard;
 use super::{ArchiveError, Coordinator};
 use crate::format::file::FileName;
 use crate::format::records::{Record, StripeRecord};
-use crate::id::NodeId;
+use crate::id::{NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::address;
 use crate::pipeline::records::StripeInfo;
@@ -27,8 +27,20 @@ pub(super) type Held = BTreeMap<NodeId, Option<Vec<FileView>>>;
 /// A node with a damaged replica of a block, by block.
 type Damaged = BTreeMap<usize, NodeId>;
 
-fn has_all_answered(held: &Held) -> bool {
-    held.values().all(Option::is_some)
+/// The error of a block that no node has, as far as those that answered say.
+fn lost_or_away(
+    stripe: StripeId,
+    block: usize,
+    directory: &Directory,
+    held: &Held,
+) -> ArchiveError {
+    let silent = held.iter().filter(|(_, files)| files.is_none());
+    let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
+    let block = block as u32;
+    match silent.is_empty() {
+        true => ArchiveError::BlockLost { stripe, block },
+        false => ArchiveError::Away { stripe, block, silent: silent.join(", ") },
+    }
 }
 
 impl Coordinator {
@@ -63,29 +75,23 @@ impl Coordinator {
         let mut places = info.places.clone();
         let mut held = self.inspect(directory, info, places.iter().copied()).await;
         let ring = || shard.root.ring.iter().map(|member| member.node);
-        let missing = |held: &Held| {
-            let mut blocks =
+        let missing = |held: &Held| -> Vec<usize> {
+            let blocks =
                 (0..info.fixed.blocks.len()).filter(|&b| info.fixed.blocks[b].len_bytes > 0);
-            blocks.find(|&block| holder(info, held, block).is_none())
+            blocks.filter(|&block| holder(info, held, block).is_none()).collect()
         };
-        if missing(&held).is_some() {
+        if !missing(&held).is_empty() {
             // The record's places are a hint: any node of the ring may have what is not found there.
             let rest: Vec<NodeId> = ring().filter(|node| !held.contains_key(node)).collect();
             held.extend(self.inspect(directory, info, rest).await);
         }
-        let damaged = match missing(&held) {
-            Some(_) => self.damaged_replicas(directory, info, ring()).await,
-            None => Damaged::new(),
+        let missing = missing(&held);
+        let damaged = match missing.is_empty() {
+            true => Damaged::new(),
+            false => self.damaged_replicas(directory, info, ring()).await,
         };
-        let is_lost = |block: &usize| !damaged.contains_key(block);
-        if let Some(block) = missing(&held).filter(is_lost) {
-            let silent = held.iter().filter(|(_, files)| files.is_none());
-            let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
-            let block = block as u32;
-            return Err(match silent.is_empty() {
-                true => ArchiveError::BlockLost { stripe, block },
-                false => ArchiveError::Away { stripe, block, silent: silent.join(", ") },
-            });
+        if let Some(&block) = missing.iter().find(|block| !damaged.contains_key(block)) {
+            return Err(lost_or_away(stripe, block, directory, &held));
         }
         let is_live = |node| directory.is_live(node);
         let mut spares = Spares::new(&shard.root.ring, shard.layout, &places, is_live);
@@ -110,9 +116,11 @@ impl Coordinator {
         for (node, block, from) in fetches {
             tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "making a replica again");
             match self.fetch(shard, info, directory, node, block, from).await {
-                Err(error) if error.kind() == Kind::Lost && has_all_answered(&held) => {
+                Err(error) if error.kind() == Kind::Lost => {
                     tracing::warn!(%stripe, block, %error, "a block cannot be gathered");
-                    return Err(ArchiveError::BlockLost { stripe, block: block as u32 });
+                    // Only a ring that has answered as a whole has lost it.
+                    held.extend(self.inspect(directory, info, ring()).await);
+                    return Err(lost_or_away(stripe, block, directory, &held));
                 }
                 fetched => fetched?,
             }

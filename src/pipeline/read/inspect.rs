@@ -26,6 +26,8 @@ const SLOW_FACTOR: u32 = 4;
 pub(super) const INSPECT_LIMIT: Duration = Duration::from_secs(2);
 /// The same when too little was found without it.
 pub(super) const PATIENT_LIMIT: Duration = Duration::from_secs(6);
+/// Files of a stripe on one node that are considered as sources.
+const MAX_SOURCES: usize = 64;
 /// What nodes say that they hold of a stripe, without files that are not what they should be.
 pub(super) type Held = BTreeMap<NodeId, Vec<Found>>;
 
@@ -136,10 +138,12 @@ async fn list(
                 let found = |source: SourceView| {
                     let (file, content) = (source.file, source.content);
                     let counts = source.damaged.is_none();
-                    reading.set_damaged((stripe, node, file), source.damaged.unwrap_or_default());
+                    if let Some(damaged) = &source.damaged {
+                        reading.add_damaged((stripe, node, file), damaged);
+                    }
                     Found { file, content, counts }
                 };
-                return Ok(sources.into_iter().map(found).collect());
+                return Ok(sources.into_iter().take(MAX_SOURCES).map(found).collect());
             }
             // An older program has no damaged files: it moves them aside.
             Err(error) if error.kind() == Kind::Invalid => {}

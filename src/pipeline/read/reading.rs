@@ -107,13 +107,13 @@ impl Reading {
         lock(&self.rotten).contains(&(stripe, node, file))
     }
 
-    /// Sets the damaged grains of a file to those that its node lists.
-    pub(super) fn set_damaged(&self, file: BadFile, grains: GrainSet) {
+    /// Adds the damaged grains that a node lists of a file to those that came damaged: it may not have looked yet.
+    pub(super) fn add_damaged(&self, file: BadFile, grains: &GrainSet) {
         let mut damaged = lock(&self.damaged);
-        if grains.is_empty() {
-            damaged.remove(&file);
-        } else if damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES {
-            damaged.insert(file, grains);
+        let has_room = damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES;
+        if has_room && !grains.is_empty() {
+            let known = damaged.entry(file).or_default();
+            grains.iter().for_each(|grain| known.insert(grain));
         }
     }
 

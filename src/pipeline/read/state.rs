@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::Reading;
 use super::inspect::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+use super::reading::DamageOf;
 use crate::format::file::FileName;
 use crate::format::records::{ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId, StripeId};
@@ -34,7 +35,11 @@ pub async fn state_on_nodes(
     let mut held = Held::new();
     // Lists of replicas that are going are no evidence: then a receipt comes first.
     let is_leaving = reading.is_leaving(stripe);
-    let is_whole = |held: &Held| !is_leaving && blocks.is_subset(&replicas(held));
+    let is_whole = |held: &Held| {
+        // Replicas that are known to be damaged say nothing against pieces.
+        let damage = reading.damage_of(stripe);
+        !is_leaving && blocks.is_subset(&replicas(held, &damage))
+    };
     let counting = (stripe, Files::Counting);
     inspect_all(reading, counting, &nodes, limit, &mut held, is_whole).await;
     if is_whole(&held) {
@@ -59,12 +64,16 @@ pub async fn state_on_nodes(
     StripeState::Replicated
 }
 
-fn replicas(held: &Held) -> BTreeSet<u8> {
-    let block = |file| match file {
-        FileName::Replica { block } => Some(block),
-        FileName::Piece { .. } => None,
-    };
-    held.values().flatten().filter_map(|view| block(view.file)).collect()
+fn replicas(held: &Held, damage: &DamageOf) -> BTreeSet<u8> {
+    let mut blocks = BTreeSet::new();
+    for (node, files) in held {
+        for found in files.iter().filter(|found| !damage.contains_key(&(*node, found.file))) {
+            if let FileName::Replica { block } = found.file {
+                blocks.insert(block);
+            }
+        }
+    }
+    blocks
 }
 
 fn pieces(held: &Held) -> BTreeMap<Attempt, BTreeSet<u8>> {

@@ -67,7 +67,7 @@ pub enum Command {
     Show(Show),
     /// Remove a checkpoint
     Rm(Rm),
-    /// Read all of a checkpoint and check every byte; writes nothing
+    /// Read one copy of all of a checkpoint and check every byte; nodes are told of damage, and mend replicas
     Verify(Named),
     /// Show the nodes: which live, what they hold and use
     Status(Status),

@@ -45,8 +45,10 @@ fn a_checkpoint_lives_its_life() {
     let names: Vec<&str> =
         shown["shards"].as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap()).collect();
     assert_eq!(names, all.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>());
-    let verified = cluster.run("verify gpt/7 --json").ok().json();
+    let verified = cluster.run("verify gpt/7 --quick --json").ok().json();
     assert_eq!((&verified["bytes"], &verified["decoded_stripes"]), (&total.into(), &0.into()));
+    let verified = cluster.run("verify gpt/7 --json").ok().json();
+    assert_eq!((&verified["bytes"], &verified["survives"]), (&(2 * total).into(), &1.into()));
     cluster.run("restore gpt/latest --out from-replicas").ok();
     assert_eq!(tree(&cluster.path("from-replicas")), all);
 

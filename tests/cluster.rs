@@ -48,5 +48,7 @@ mod takeover;
 mod unknown;
 #[path = "cluster/vanished.rs"]
 mod vanished;
+#[path = "cluster/verify.rs"]
+mod verify;
 #[path = "cluster/witnesses.rs"]
 mod witnesses;

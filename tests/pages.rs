@@ -164,6 +164,8 @@ fn every_message_is_on_its_page() {
         "PutBlockAnswer",
         "FileView",
         "SourceView",
+        "ExamineAnswer",
+        "RecordView",
         "ReadAnswer",
         "RegisterAnswer",
         "MoveAnswer",

@@ -67,8 +67,8 @@ pub enum Command {
     Show(Show),
     /// Remove a checkpoint
     Rm(Rm),
-    /// Read one copy of all of a checkpoint and check every byte; nodes are told of damage, and mend replicas
-    Verify(Named),
+    /// Have every copy of a checkpoint checked where it lies, and say how many nodes may still be lost
+    Verify(Verify),
     /// Show the nodes: which live, what they hold and use
     Status(Status),
     /// Make a lost catalogue again, or move it
@@ -379,13 +379,33 @@ pub struct Ls {
     pub connect: Connect,
 }
 
-/// Options of commands that read one step.
+const VERIFY: &str = "\
+Examples:
+  rapidraid verify gpt/1200
+  rapidraid verify gpt/latest --mend     damaged replicas are made good again
+  rapidraid verify gpt/1200 --quick      reads one copy of everything, as a restore does
+
+Every node reads its replicas, pieces and records of the checkpoint from its disk; no data crosses the network. What is damaged is
+noted there, and `status` shows it; no file is moved or changed. The exit code is 1 when something is damaged or missing on a node that
+answers, or when the checkpoint cannot be read from those that do. The step may be `latest`, the greatest that is committed.
+
+With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node, reason), faults (node, shard, stripe,
+part, wrong), fault_count, mended (as faults), survives (how many more nodes may be lost, null when it cannot be read now), weakest
+(shard, stripe), incidents. With --quick the fields of `restore`.";
+
+/// Options of `verify`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The step may be `latest`, the greatest that is committed: gpt/latest")]
-pub struct Named {
+#[command(after_help = VERIFY)]
+pub struct Verify {
     /// The job, and the step's number or `latest`
     #[arg(value_name = "JOB/STEP")]
     pub step: AnyStep,
+    /// Have damaged replicas mended from good grains; damaged pieces are not made again yet
+    #[arg(long, conflicts_with = "quick")]
+    pub mend: bool,
+    /// Read one copy of everything through this client instead; nodes whose copies turn out to be damaged are told, and mend replicas
+    #[arg(long)]
+    pub quick: bool,
     /// Where the cluster is.
     #[command(flatten)]
     pub connect: Connect,

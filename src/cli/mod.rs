@@ -29,6 +29,7 @@ pub mod table;
 mod tensors;
 mod trace;
 mod transfer;
+mod verify;
 pub mod words;
 
 use std::collections::BTreeMap;
@@ -85,7 +86,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Save(options) => save::run(front, options).await,
         Command::Archive(options) => transfer::archive(front, options).await,
         Command::Restore(options) => transfer::restore(front, options).await,
-        Command::Verify(options) => transfer::verify(front, options).await,
+        Command::Verify(options) => verify::run(front, options).await,
         Command::Ls(options) => steps::list(front, options).await,
         Command::Show(options) => steps::show(front, options).await,
         Command::Rm(options) => steps::remove(front, options).await,

@@ -3,7 +3,7 @@
 //! It promises:
 //! - a process has one outcome: [`Printer::finish`] takes the printer away;
 //! - with `--json` stdout holds exactly one JSON document with `"schema": 1`, also when the command fails;
-//! - the exit code is 0 for success, 2 for a request that is wrong in itself, 1 for any other failure;
+//! - the exit code is 0 for success, 2 for a request that is wrong in itself, 1 for any other failure and for an answer that is bad news;
 //! - a reader that goes away (`| head`) is no error, a full disk behind stdout is one;
 //! - colours appear on terminals only, never under `NO_COLOR`, and repeat what the words say.
 
@@ -19,13 +19,18 @@ use crate::kind::Kind;
 /// The version of every JSON document that the command line prints.
 pub const SCHEMA: u32 = 1;
 
-/// What a command gives back when it succeeds.
+/// What a command gives back when it does what was asked.
 pub trait Answer {
     /// The fields of the JSON document, without `schema`.
     fn json(&self) -> Map<String, Value>;
 
     /// The same for people, ending with a line break, or nothing.
     fn text(&self, paint: Paint) -> String;
+
+    /// The exit code: 0, unless the answer is that something is wrong.
+    fn exit_code(&self) -> u8 {
+        0
+    }
 }
 
 /// What a command gives back when it fails.
@@ -205,7 +210,7 @@ impl Printer {
                 let mut fields = answer.json();
                 fields.insert("schema".to_owned(), json!(SCHEMA));
                 let text = if self.look.json { String::new() } else { answer.text(self.paint()) };
-                (Value::Object(fields), text, 0)
+                (Value::Object(fields), text, answer.exit_code())
             }
             Err(failure) => {
                 self.tagged(Tint::Red, "error:", &failure.message);

@@ -1,4 +1,4 @@
-//! `archive`, `restore` and `verify`: the commands that move much, with their progress and what they report.
+//! `archive`, `restore` and `verify --quick`: the commands that move much, with their progress and what they report.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::args::{Archive, CodecWord, Named, PlanWord, Restore};
+use super::args::{Archive, CodecWord, PlanWord, Restore, Verify};
 use super::printer::{Answer, Failure};
 use super::progress::Progress;
 use super::table::{Paint, Tint, shown};
@@ -153,17 +153,17 @@ fn read_record(path: &Path) -> Result<SaveRecord, Failure> {
     })
 }
 
-/// The command `verify`.
-pub async fn verify(front: &mut Front, options: Named) -> Outcome {
+/// The command `verify --quick`.
+pub async fn read_through(front: &mut Front, options: Verify) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let (job, step) = (&options.step.job, options.step.step);
     let progress = watch(front, format!("verify {}", named(job, step)));
     let clock = SystemClock::new();
-    let verified = client.verify(job, step, progress).await;
+    let verified = client.read_through(job, step, progress).await;
     let took = clock.now();
     connect::close(&client).await;
     let report = verified.map_err(|error| connect::failure(&error))?;
-    Ok(Box::new(Read { verb: "verified", report, took, out: None }))
+    Ok(Box::new(Read { verb: "verified one copy of", report, took, out: None }))
 }
 
 struct Archived {
@@ -268,7 +268,7 @@ impl Answer for Read {
 }
 
 /// Up to [`LISTED`] lines, and how many more there are.
-fn listed(title: &str, lines: &[String], paint: Paint) -> String {
+pub fn listed(title: &str, lines: &[String], paint: Paint) -> String {
     let mut out = String::new();
     for line in lines.iter().take(LISTED) {
         out.push_str(&format!(

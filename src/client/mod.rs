@@ -17,6 +17,7 @@
 //! ```
 
 mod error;
+mod exam;
 pub mod files;
 mod index;
 mod output;
@@ -26,6 +27,7 @@ mod record;
 mod restore;
 mod save;
 mod save_driver;
+mod verify;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -36,6 +38,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 
 pub use error::ClientError;
+pub use exam::{Held, Wrong};
 pub use index::Index;
 pub use output::RestoreRequest;
 pub use parts::{MemorySink, ReadRange};
@@ -44,6 +47,7 @@ pub use reach::{CatalogueReport, NodeReport};
 pub use restore::RestoreReport;
 pub use save::{SaveOptions, SaveReport};
 pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};
+pub use verify::{Away, Fault, VerifyReport};
 
 use crate::clock::{Clock, SystemClock};
 use crate::config::Congestion;

@@ -31,10 +31,11 @@ const MAX_LOOKS: u32 = 3;
 /// How long after a step was found removed it is looked for again: whoever replaces it is at it.
 const REPLACED_WAIT: Duration = Duration::from_millis(500);
 /// How often a stripe's state is followed: it moves forward twice, but seen by marks it may look otherwise from time to time.
-const MAX_MOVES: u32 = 8;
+pub(super) const MAX_MOVES: u32 = 8;
 
 /// The first incident of a restore without a catalogue.
-const BY_MARKS: &str = "no catalogue answers: the checkpoint was found by its commit marks";
+pub(super) const BY_MARKS: &str =
+    "no catalogue answers: the checkpoint was found by its commit marks";
 
 /// What was restored.
 #[derive(Debug, Clone)]
@@ -82,8 +83,9 @@ impl Client {
         self.read(job, step, Wanted::All(Output::Files(&request)), progress).await
     }
 
-    /// Reads and verifies a committed step (`None`: the latest) without writing anything.
-    pub async fn verify(
+    /// Reads one copy of all of a committed step (`None`: the latest) and proves every byte, as a restore does, without writing anything.
+    /// [`Client::verify`] has all copies checked.
+    pub async fn read_through(
         &self,
         job: &Job,
         step: Option<Step>,
@@ -113,9 +115,17 @@ impl Client {
         wanted: Wanted<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
+        self.following(|| self.read_found(job, step, &wanted, progress.clone())).await
+    }
+
+    /// Does `work` on a step again when the step was replaced meanwhile.
+    pub(super) async fn following<T, F>(&self, work: impl Fn() -> F) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<T, ClientError>>,
+    {
         let (mut looks, mut removed) = (0, None);
         loop {
-            match self.read_found(job, step, &wanted, progress.clone()).await {
+            match work().await {
                 Err(error @ ClientError::Removed { .. }) if looks < MAX_LOOKS => {
                     removed = Some(error);
                 }
@@ -310,7 +320,7 @@ impl Client {
     }
 
     /// The state that a stripe has come to since it was `known`; `None` when it is the same.
-    async fn next_state(
+    pub(super) async fn next_state(
         &self,
         reading: &Arc<Reading>,
         part: &Part,
@@ -326,7 +336,11 @@ impl Client {
     }
 
     /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
-    async fn leaves(&self, reading: &Reading, part: &Part) -> Result<Leaves, ClientError> {
+    pub(super) async fn leaves(
+        &self,
+        reading: &Reading,
+        part: &Part,
+    ) -> Result<Leaves, ClientError> {
         let mut patience = reading.patience();
         loop {
             match records::leaves(&reading.caller, &reading.directory, &part.root).await {

@@ -4,7 +4,8 @@
 //! 1207.6744, with our chain order: `docs/paper.md`); an [`rs::RsCode`] is the classical systematic
 //! Reed-Solomon code. Both are a generator matrix with a row per piece, and a [`CodeId`] that
 //! certifies its coefficients. [`table`] holds the chain codes that we ship, [`search`] finds more, [`subsets`]
-//! counts what a code cannot recover, and [`reconstruct()`] plans how blocks come back.
+//! counts what a code cannot recover, [`survivable_losses`] how many more nodes may be lost, and [`reconstruct()`] plans how blocks
+//! come back.
 //!
 //! Blocks, pieces, positions and hops count from 0; people see them from 1 (in [`show`] only).
 //! Everything here is arithmetic: where pieces live and how bytes travel is left to the floors above.
@@ -12,6 +13,7 @@
 mod algebra;
 mod chain;
 mod layout;
+mod losses;
 pub mod program;
 pub mod reconstruct;
 pub mod rs;
@@ -28,6 +30,7 @@ use serde::{Deserialize, Serialize};
 
 pub use chain::ChainCode;
 pub use layout::Layout;
+pub use losses::{NodeShare, survivable_losses};
 pub use program::Program;
 pub use reconstruct::reconstruct;
 pub use rs::RsCode;

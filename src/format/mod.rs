@@ -6,6 +6,7 @@
 //! store's affair.
 
 pub mod cluster;
+pub mod digest;
 pub mod envelope;
 pub mod file;
 pub mod geometry;

@@ -90,18 +90,26 @@ impl Node {
         Ok(views)
     }
 
+    /// Looks at a file, and moves nothing.
     pub(super) async fn look_at(&self, key: FileKey) -> Result<Look, Failure> {
         let _alone = self.mending.looking.lock().await;
         self.on_store(move |store| store.look_at(key)).await
     }
 
-    /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. Answers whether it does not count:
-    /// it is damaged, another file than its name says, or gone.
+    /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. One that is another file than its name says goes to
+    /// quarantine. Answers whether it does not count: it is damaged, misplaced, or gone.
     pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let look = self.look_at(key).await?;
-        if let (Look::Damaged(_), FileName::Replica { block }) = (&look, call.file) {
-            self.mending.add(call.stripe, block);
+        match (&look, call.file) {
+            (Look::Damaged(_), FileName::Replica { block }) => {
+                self.mending.add(call.stripe, block);
+            }
+            (Look::Misplaced(why), _) => {
+                let why = why.clone();
+                self.on_store(move |store| store.quarantine(key, None, &why)).await?;
+            }
+            _ => {}
         }
         Ok(look != Look::Whole)
     }

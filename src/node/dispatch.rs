@@ -19,11 +19,12 @@ use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::pipeline::hop::Incoming;
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, CatchUp, Claim,
-    Commit, Drop, Fetch, GetRecord, GetStanding, GetState, HandOver, Hello, HoldStill, Inspect,
-    Inventory, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List, ListDamagedMarks, ListGraves,
-    ListSources, Marked, Members, MoveCatalogue, NodeStatus, Nodes, PolicyStatus, PutBlock,
-    PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read, ReadSource, Rebuild, Register,
-    Release, Remove, RemoveNode, Reserve, Run, Seal, Show, Suspect, Sweep,
+    Commit, Drop, ExamineStripe, Fetch, GetRecord, GetStanding, GetState, HandOver, Hello,
+    HoldStill, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
+    ListDamagedMarks, ListGraves, ListSources, Marked, Members, MoveCatalogue, NodeStatus, Nodes,
+    PolicyStatus, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read,
+    ReadSource, Rebuild, Register, Release, Remove, RemoveNode, Reserve, Run, Seal, Show, Suspect,
+    Sweep,
 };
 use crate::wire::{
     Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
@@ -280,6 +281,7 @@ impl Node {
             Inspect::NUMBER => reply!(Inspect => |call| self.inspect(call)),
             Suspect::NUMBER => reply!(Suspect => |call| self.suspect(call)),
             ListSources::NUMBER => reply!(ListSources => |call| self.list_sources(call)),
+            ExamineStripe::NUMBER => reply!(ExamineStripe => |call| self.examine_stripe(call)),
             Register::NUMBER => reply!(Register => |call| self.register(call)),
             CatalogueGet::NUMBER => reply!(CatalogueGet => |call| self.catalogue_get(call)),
             CatalogueSet::NUMBER => reply!(CatalogueSet => |call| self.catalogue_set(call)),

@@ -12,6 +12,7 @@ mod custody;
 mod daemon;
 mod damage;
 mod dispatch;
+mod exam;
 mod failure;
 mod gateway;
 mod hosting;
@@ -191,6 +192,7 @@ pub struct Node {
     away: away::Away,
     catching_up: catch_up::CatchingUp,
     mending: damage::Mending,
+    damaged_records: exam::DamagedRecords,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -258,6 +260,7 @@ impl Node {
             away: away::Away::default(),
             catching_up: catch_up::CatchingUp::default(),
             mending: damage::Mending::default(),
+            damaged_records: exam::DamagedRecords::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),

@@ -28,6 +28,7 @@ impl Node {
             notes.push(of_some(quarantined, "in quarantine/, set aside and not used", &aside));
         }
         notes.extend(self.damage_note(NAMED));
+        notes.extend(self.damaged_records_note(NAMED).await);
         let counts = found.counts;
         if counts.strangers > 0 {
             let what = "under shards/ with names that are not ours, left alone since the start";

@@ -22,7 +22,8 @@ use crate::wire::calls::{
     RecordName,
 };
 
-fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
+/// Where a record is filed.
+pub(super) fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
     let stripe = |index| Scope::Stripe(StripeId { shard, index });
     match record {
         RecordName::Leaves => (Scope::Shard(shard), LEAVES.into()),
@@ -86,7 +87,11 @@ impl Node {
 
     pub(super) async fn get_record(&self, call: GetRecord) -> Result<Option<Vec<u8>>, Failure> {
         let (scope, name) = place_of(call.shard, call.record);
-        self.on_store(move |store| store.get_small(scope, &name)).await
+        let bytes = self.on_store(move |store| store.get_small(scope, &name)).await?;
+        if let Some(bytes) = &bytes {
+            self.check_record(call.shard, call.record, bytes);
+        }
+        Ok(bytes)
     }
 
     pub(super) async fn put_places(&self, call: PutPlaces) -> Result<(), Failure> {

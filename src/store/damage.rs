@@ -43,8 +43,8 @@ pub enum Look {
     Whole,
     /// It is damaged, which is noted.
     Damaged(Arc<Damage>),
-    /// It lay under a name that is not its own, and is in quarantine.
-    Misplaced,
+    /// It lies under a name that is not its own: what it says that it is. It belongs into quarantine.
+    Misplaced(String),
 }
 
 /// A file of a stripe that grains can be read from, whether it counts or not.
@@ -175,14 +175,19 @@ impl Store {
         of.map(|(key, _)| key.name).collect()
     }
 
+    /// The names of the replicas and pieces that a stripe's folder has, whatever they are.
+    pub fn file_names(&self, stripe: StripeId) -> Result<Vec<FileName>, StoreError> {
+        let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
+        let files = entries.into_iter().filter(|entry| !entry.is_dir);
+        Ok(files.filter_map(|entry| entry.name.parse().ok()).collect())
+    }
+
     /// Every file of a stripe that the folder has and that can be a source, by name. A file that the index does not have yet does not
     /// count: it has to be looked at.
     pub fn sources(&self, stripe: StripeId) -> Result<Vec<Source>, StoreError> {
-        let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let listed = self.find(stripe)?;
         let mut sources = Vec::new();
-        for entry in entries.into_iter().filter(|entry| !entry.is_dir) {
-            let Ok(file) = entry.name.parse::<FileName>() else { continue };
+        for file in self.file_names(stripe)? {
             // Gone meanwhile, or no source.
             let Ok(opened) = self.open_source(FileKey { stripe, name: file }) else { continue };
             let content = opened.tail().map(|(header, _)| (header.len_bytes, header.root));
@@ -223,10 +228,7 @@ impl Store {
                 // The file is open until it is noted, so that no other one can get its number.
                 Ok(self.note_damage(key, Damage { number, has_tail: true, grains }))
             }
-            Err(error @ StoreError::Misplaced { .. }) => {
-                self.quarantine(key, None, &error.to_string())?;
-                Ok(Look::Misplaced)
-            }
+            Err(error @ StoreError::Misplaced { .. }) => Ok(Look::Misplaced(error.to_string())),
             Err(error) if is_damage(&error) => {
                 Ok(self.note_damage(key, Damage { number, ..Damage::default() }))
             }

@@ -48,12 +48,19 @@ pub(super) fn is_small_name(name: &str) -> bool {
 
 /// Reads a whole small file.
 pub(super) fn read_all(file: &dyn DiskFile) -> Result<Vec<u8>, StoreError> {
+    read_with(file, |out| file.read_at(out, 0))
+}
+
+fn read_with(
+    file: &dyn DiskFile,
+    read: impl FnOnce(&mut [u8]) -> Result<(), DiskError>,
+) -> Result<Vec<u8>, StoreError> {
     let bytes = file.len_bytes()?;
     if bytes > MAX_SMALL_BYTES {
         return Err(StoreError::TooLong { bytes });
     }
     let mut out = vec![0; bytes as usize];
-    file.read_at(&mut out, 0)?;
+    read(&mut out)?;
     Ok(out)
 }
 
@@ -99,6 +106,17 @@ impl Store {
     /// A small record, or `None`.
     pub fn get_small(&self, scope: Scope, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
         self.get_record(&scope.path(name)?)
+    }
+
+    /// As [`get_small`](Self::get_small), from the medium instead of the page cache.
+    pub fn get_small_past_cache(
+        &self,
+        scope: Scope,
+        name: &str,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        let Some(file) = if_found(self.disk().open(&scope.path(name)?))? else { return Ok(None) };
+        let read = |out: &mut [u8]| file.read_past_cache_at(out, 0);
+        read_with(file.as_ref(), read).map(Some)
     }
 
     /// Removes a small record and returns when that is durable; `false` when there was none.

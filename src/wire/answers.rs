@@ -393,6 +393,24 @@ pub struct SourceView {
     pub damaged: Option<GrainSet>,
 }
 
+/// Answer to [`ExamineStripe`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExamineAnswer {
+    /// The files of the stripe; one counts if all of it was read and found good.
+    pub files: Vec<SourceView>,
+    /// The records of the stripe, and of its shard if these were wanted.
+    pub records: Vec<RecordView>,
+}
+
+/// A record on a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecordView {
+    /// Which.
+    pub record: RecordName,
+    /// Its digest ([`crate::format::digest`]); `None` when the record is damaged.
+    pub digest: Option<[u8; 32]>,
+}
+
 /// Answer to [`Read`] and [`ReadSource`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadAnswer {

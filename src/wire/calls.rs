@@ -225,6 +225,13 @@ calls! {
         /// Whether the grain hashes are wanted; there are none when the file's tail is broken.
         hashes: bool,
     } -> ReadAnswer;
+    /// Reads all that the node has of a stripe from its disk, checks it and notes what is damaged. Moves and mends nothing.
+    30 Anyone ExamineStripe {
+        /// The stripe.
+        stripe: StripeId,
+        /// Whether the records of its shard are examined, too.
+        with_shard: bool,
+    } -> ExamineAnswer;
 
     /// Registers a node and keeps its lease.
     40 Nodes Register {

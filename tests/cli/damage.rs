@@ -55,7 +55,8 @@ fn two_wrong_bytes_lose_nothing_and_are_mended() {
         are_whole && stored(&cluster, "damage-block-01").is_empty()
     });
     assert!(stored(&cluster, ".why").is_empty(), "nothing was set aside");
-    cluster.run("verify job/1").ok();
+    let verified = cluster.run("verify job/1").ok();
+    assert!(verified.out.contains("all is whole; any 1 more node may be lost"), "{verified:?}");
     // A piece that is damaged is told of by status.
     cluster.run("archive job/1").ok();
     let pieces = stored(&cluster, ".pc");
@@ -66,4 +67,52 @@ fn two_wrong_bytes_lose_nothing_and_are_mended() {
     cluster.until("status tells of a piece", |_| {
         cluster.run("status").ok().out.contains("piece is damaged and not counted")
     });
+}
+
+/// Two of six pieces are rotten: verify says so by its exit code, names them, and says that each further loss counts. Of replicas it has
+/// the damaged one mended when it is told to.
+#[test]
+fn verify_finds_what_no_restore_would_read() {
+    let cluster = Cluster::start(6, &["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"]);
+    let bytes: Vec<u8> = (0..900_000_u32).map(|at| (at * 11 + at / 700) as u8).collect();
+    cluster.write("weights", &bytes);
+    cluster.run("save job/1 weights").ok();
+    let replica = stored(&cluster, "00000000/block-02.rep").remove(0);
+    let whole = std::fs::read(&replica).unwrap();
+    flip(&replica, 70_000);
+    let found = cluster.run("verify job/1");
+    assert_eq!(found.code, 1, "{found:?}");
+    let text = &found.out;
+    assert!(text.contains("1 replica damaged") && text.contains("replica of block 2"), "{text}");
+    assert!(text.contains("verify --mend job/1"), "{text}");
+    let is_rotten = std::fs::read(&replica).unwrap() != whole;
+    assert!(is_rotten, "it is mended only when that is asked for");
+    let mended = cluster.run("verify --mend job/1").ok();
+    assert!(mended.out.contains("mended: replica of block 2 of stripe 0 of weights"), "{mended:?}");
+
+    cluster.run("archive job/1").ok();
+    let pieces: Vec<PathBuf> =
+        ["piece-04", "piece-05"].map(|piece| stored_named(&cluster, piece)).into();
+    pieces.iter().for_each(|piece| flip(piece, 900));
+    let json = cluster.run("verify job/1 --json");
+    assert_eq!(json.code, 1, "{json:?}");
+    let json = json.json();
+    assert_eq!((&json["survives"], &json["fault_count"]), (&0.into(), &2.into()), "{json}");
+    let parts: Vec<&str> =
+        json["faults"].as_array().unwrap().iter().map(|f| f["part"].as_str().unwrap()).collect();
+    assert!(parts.contains(&"piece 4") && parts.contains(&"piece 5"), "{parts:?}");
+    let text = cluster.run("verify job/1").out;
+    assert!(text.contains("the loss of one more node may lose data"), "{text}");
+    assert!(cluster.run("status").ok().out.contains("1 piece is damaged and not counted"));
+}
+
+/// The one file whose name begins so.
+fn stored_named(cluster: &Cluster, begin: &str) -> PathBuf {
+    let all = stored(cluster, ".pc").into_iter();
+    let is_it = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(begin))
+    };
+    let mut found: Vec<PathBuf> = all.filter(is_it).collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    found.remove(0)
 }

@@ -37,7 +37,8 @@ async fn every_plan_archives_and_every_byte_comes_back() {
         assert_eq!(read_file(&*out, "small"), small);
         assert_eq!(read_file(&*out, "empty"), empty);
         assert_eq!(report.incidents, Vec::<String>::new());
-        client.verify(&job(), None, quiet()).await.unwrap();
+        let report = client.verify(&job(), None, quiet()).await.unwrap();
+        assert_eq!((report.faults, report.survives.is_some()), (vec![], true));
     }
     world.assert_idle().await;
 }

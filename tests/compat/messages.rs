@@ -377,6 +377,17 @@ fn source(counts: bool) -> SourceView {
     }
 }
 
+fn examined() -> ExamineAnswer {
+    let record = RecordName::Receipt { index: stripe().index, attempt: ATTEMPT };
+    ExamineAnswer {
+        files: vec![source(false)],
+        records: vec![
+            RecordView { record, digest: Some([7; 32]) },
+            RecordView { record: RecordName::Mark, digest: None },
+        ],
+    }
+}
+
 fn orders(calls: &mut Calls) {
     let (stripe, attempt, generation) = (stripe(), ATTEMPT, GENERATION);
     let coordinator = order().coordinator;
@@ -403,6 +414,7 @@ fn orders(calls: &mut Calls) {
             },
             ReadAnswer { len_bytes: 0, hashes: Vec::new() },
         )
+        .both(ExamineStripe { stripe, with_shard: true }, examined())
         .both(GetStanding {}, standing())
         .both(ListGraves { after: Some(SAVE) }, vec![SAVE])
         .both(CatchUp { without: Some("node-2".parse().unwrap()) }, ())

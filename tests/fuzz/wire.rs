@@ -80,6 +80,7 @@ const CALLS: &[Laws] = laws![
     Members,
     ListSources,
     ReadSource,
+    ExamineStripe,
     Register,
     CatalogueGet,
     CatalogueSet,

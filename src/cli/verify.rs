@@ -1,0 +1,208 @@
+//! `verify`: every copy of a checkpoint checked where it lies, and how many more nodes may be lost.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::args::Verify;
+use super::printer::Answer;
+use super::table::{Paint, Table, Tint, shown};
+use super::transfer::{counted, listed, named, pace, read_through, watch};
+use super::{Front, Outcome, connect};
+use crate::client::{Fault, Held, VerifyReport, Wrong};
+use crate::clock::{Clock, SystemClock};
+use crate::units::ByteCount;
+
+/// Faults that are shown; JSON has them all.
+const LISTED: usize = 20;
+
+/// The command `verify`.
+pub async fn run(front: &mut Front, options: Verify) -> Outcome {
+    if options.quick {
+        return read_through(front, options).await;
+    }
+    let client = connect::client(&options.connect, &front.env).await?;
+    let (job, step) = (&options.step.job, options.step.step);
+    let progress = watch(front, format!("verify {}", named(job, step)));
+    let clock = SystemClock::new();
+    let verified = match options.mend {
+        false => client.verify(job, step, progress).await,
+        true => client.verify_and_mend(job, step, progress).await,
+    };
+    let took = clock.now();
+    connect::close(&client).await;
+    let report = verified.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Verified { report, took }))
+}
+
+struct Verified {
+    report: VerifyReport,
+    took: Duration,
+}
+
+fn fault_json(fault: &Fault) -> Value {
+    json!({
+        "node": fault.node, "shard": fault.shard, "stripe": fault.stripe, "part": fault.held.to_string(),
+        "wrong": fault.wrong.to_string(),
+    })
+}
+
+/// `2 replicas damaged, 1 piece missing`; the count of what is not listed is in the last part.
+fn summary(faults: &[Fault], count: u64) -> String {
+    let kind = |held: Held| match held {
+        Held::Replica(_) => "replica",
+        Held::Piece(_) => "piece",
+        _ => "record",
+    };
+    let is_missing = |fault: &Fault| fault.wrong == Wrong::Missing;
+    let mut parts = Vec::new();
+    for (missing, word) in [(false, "damaged"), (true, "missing")] {
+        for of in ["replica", "piece", "record"] {
+            let these = faults
+                .iter()
+                .filter(|fault| is_missing(fault) == missing && kind(fault.held) == of)
+                .count();
+            if these > 0 {
+                parts.push(format!("{} {word}", counted(these as u64, of)));
+            }
+        }
+    }
+    let more = count.saturating_sub(faults.len() as u64);
+    if more > 0 {
+        parts.push(format!("{more} more"));
+    }
+    parts.join(", ")
+}
+
+impl Verified {
+    fn is_bad(&self) -> bool {
+        self.report.fault_count > 0 || self.report.survives.is_none()
+    }
+
+    /// How many more nodes may be lost.
+    fn margin(&self, paint: Paint) -> String {
+        let report = &self.report;
+        let weakest = report
+            .weakest
+            .as_ref()
+            .map(|(shard, stripe)| format!("stripe {stripe} of {}", shown(&shard.to_string())));
+        match report.survives {
+            None => {
+                let text = format!(
+                    "cannot be read from the nodes that answer: {}",
+                    weakest.unwrap_or_default()
+                );
+                paint.tint(Tint::Red, &text)
+            }
+            Some(0) => {
+                let text = format!(
+                    "the loss of one more node may lose data: {}",
+                    weakest.unwrap_or_default()
+                );
+                paint.tint(Tint::Yellow, &text)
+            }
+            Some(1) => "any 1 more node may be lost".into(),
+            Some(many) => format!("any {many} more nodes may be lost"),
+        }
+    }
+}
+
+impl Answer for Verified {
+    fn json(&self) -> Map<String, Value> {
+        let report = &self.report;
+        let away: Vec<Value> = report
+            .away
+            .iter()
+            .map(|away| json!({ "node": away.node, "reason": away.reason }))
+            .collect();
+        let all = |faults: &[Fault]| faults.iter().map(fault_json).collect::<Vec<Value>>();
+        let weakest = report.weakest.as_ref();
+        let weakest = weakest.map(|(shard, stripe)| json!({ "shard": shard, "stripe": stripe }));
+        let fields = json!({
+            "job": report.job, "step": report.step, "shards": report.shards, "stripes": report.stripes,
+            "files": report.files, "bytes": report.file_bytes, "records": report.records,
+            "seconds": self.took.as_secs_f64(), "nodes": report.nodes, "away": away,
+            "faults": all(&report.faults), "fault_count": report.fault_count, "mended": all(&report.mended),
+            "survives": report.survives, "weakest": weakest, "incidents": report.incidents,
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let report = &self.report;
+        let (verb, state) = match self.is_bad() {
+            false => (paint.tint(Tint::Green, "verified"), "all is whole".to_owned()),
+            true => {
+                let faults = summary(&report.faults, report.fault_count);
+                let faults = if faults.is_empty() { "nothing damaged".into() } else { faults };
+                (paint.tint(Tint::Red, "examined"), faults)
+            }
+        };
+        let mut out = format!(
+            "{verb} {}/{}: {} and {} of {} on {} in {}; {state}; {}\n",
+            report.job,
+            report.step,
+            counted(report.files, "file"),
+            counted(report.records, "record"),
+            counted(u64::from(report.shards), "shard"),
+            counted(report.nodes.len() as u64, "node"),
+            format_args!(
+                "{} of {}",
+                pace(report.file_bytes, self.took),
+                ByteCount(report.file_bytes)
+            ),
+            self.margin(paint),
+        );
+        if !report.faults.is_empty() {
+            let mut table = Table::new(&["NODE", "SHARD", ">STRIPE", "PART", "STATE"]);
+            for fault in report.faults.iter().take(LISTED) {
+                table.row([
+                    fault.node.clone(),
+                    fault.shard.to_string(),
+                    fault.stripe.map_or("-".into(), |stripe| stripe.to_string()),
+                    fault.held.to_string(),
+                    fault.wrong.to_string(),
+                ]);
+            }
+            out.push_str(&format!("\n{}", table.render(paint)));
+            if report.faults.len() > LISTED {
+                let more = report.fault_count - LISTED as u64;
+                out.push_str(&format!("and {more} more (--json has all)\n"));
+            }
+            out.push('\n');
+        }
+        let away = report.away.iter().map(|away| format!("{}: {}", away.node, away.reason));
+        out.push_str(&listed("not examined", &away.collect::<Vec<_>>(), paint));
+        let mended = report.mended.iter().map(|fault| {
+            let stripe = fault.stripe.unwrap_or_default();
+            format!("{} of stripe {stripe} of {} on {}", fault.held, fault.shard, fault.node)
+        });
+        out.push_str(&listed("mended", &mended.collect::<Vec<_>>(), paint));
+        out.push_str(&listed("met on the way", &report.incidents, paint));
+        out.push_str(&self.advice(paint));
+        out
+    }
+
+    fn exit_code(&self) -> u8 {
+        u8::from(self.is_bad())
+    }
+}
+
+impl Verified {
+    fn advice(&self, paint: Paint) -> String {
+        let report = &self.report;
+        let has = |is: fn(&Fault) -> bool| report.faults.iter().any(is);
+        let is_replica =
+            |fault: &Fault| matches!(fault.held, Held::Replica(_)) && fault.wrong != Wrong::Missing;
+        let mut lines = Vec::new();
+        if has(is_replica) {
+            let what = format!("rapidraid verify --mend {}/{}", report.job, report.step);
+            lines.push(format!("damaged replicas are made good again by `{what}`"));
+        }
+        if report.faults.iter().any(|fault| !is_replica(fault)) {
+            let text = "missing replicas, pieces and records are not made again by this release: keep the other nodes up, or save the step again";
+            lines.push(text.to_owned());
+        }
+        lines.iter().map(|line| format!("{} {line}\n", paint.tint(Tint::Cyan, "hint:"))).collect()
+    }
+}

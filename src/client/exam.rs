@@ -1,0 +1,362 @@
+//! The judgement of a stripe by what its nodes found when they examined it. Pure: nothing is asked here.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
+
+use crate::code::{Code, CodeId, Layout, NodeShare, survivable_losses, table};
+use crate::format::digest;
+use crate::format::file::FileName;
+use crate::format::grain_set::GrainSet;
+use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
+use crate::id::{Attempt, NodeId};
+use crate::pipeline::records::StripeInfo;
+use crate::units::GRAIN_BYTES;
+use crate::wire::calls::{ExamineAnswer, RecordName, SourceView};
+
+/// A part of a checkpoint that a node holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Held {
+    /// A replica of a block, from 0.
+    Replica(u8),
+    /// A piece, from 0.
+    Piece(u8),
+    /// A shard's list of stripes.
+    Leaves,
+    /// A shard's commit mark.
+    Mark,
+    /// A stripe's record.
+    Record,
+    /// A stripe's receipt.
+    Receipt,
+}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Held::Replica(block) => write!(f, "replica of block {block}"),
+            Held::Piece(piece) => write!(f, "piece {piece}"),
+            Held::Leaves => f.write_str("list of stripes"),
+            Held::Mark => f.write_str("commit mark"),
+            Held::Record => f.write_str("record"),
+            Held::Receipt => f.write_str("receipt"),
+        }
+    }
+}
+
+/// What is wrong with a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wrong {
+    /// So many of its grains are damaged; the others are good.
+    Grains(u64),
+    /// It is damaged as a whole: a record, or a file whose tail is broken.
+    Damaged,
+    /// It is whole and says something else than what was committed.
+    Other,
+    /// The node does not have it.
+    Missing,
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Wrong::Grains(1) => f.write_str("1 grain damaged"),
+            Wrong::Grains(many) => write!(f, "{many} grains damaged"),
+            Wrong::Damaged => f.write_str("damaged"),
+            Wrong::Other => f.write_str("not what was committed"),
+            Wrong::Missing => f.write_str("missing"),
+        }
+    }
+}
+
+/// A part that is not as it should be, on a node that answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FaultAt {
+    pub node: NodeId,
+    pub held: Held,
+    pub wrong: Wrong,
+}
+
+/// What came out of the examination of a stripe.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct StripeExam {
+    pub faults: Vec<FaultAt>,
+    /// How many more nodes may be lost, whichever they are; `None` when it cannot be read from the nodes that answered.
+    pub survives: Option<usize>,
+    pub files: u64,
+    pub file_bytes: u64,
+    pub records: u64,
+}
+
+/// Numbers of [`survivable_losses`] that were computed: stripes differ in their nodes, hardly in what these have.
+pub(super) type Known = HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
+
+/// What is fixed of a stripe, and what its nodes answered.
+pub(super) struct Examined<'a> {
+    pub root: &'a ShardRoot,
+    /// The record, and its hash that the commit fixed; `None` when no node has it, and for a shard without a stripe.
+    pub info: Option<(&'a StripeInfo, [u8; 32])>,
+    pub state: StripeState,
+    pub receipt: Option<&'a Receipt>,
+    pub answers: &'a BTreeMap<NodeId, ExamineAnswer>,
+    /// Whether the records of the shard were examined, too.
+    pub with_shard: bool,
+}
+
+/// A file that at least a part can be read from.
+struct Readable<'a> {
+    node: NodeId,
+    held: Held,
+    /// The damaged grains.
+    damaged: Option<&'a GrainSet>,
+}
+
+impl Examined<'_> {
+    pub(super) fn judge(&self, known: &mut Known) -> StripeExam {
+        let mut exam = StripeExam::default();
+        let readable = self.judge_files(&mut exam);
+        let least_copies = self.judge_records(&mut exam);
+        let of_data = self.survivable(&readable, known);
+        exam.survives =
+            of_data.and_then(|losses| least_copies.checked_sub(1).map(|most| losses.min(most)));
+        exam
+    }
+
+    fn has_stripe(&self) -> bool {
+        self.root.len_bytes > 0
+    }
+
+    /// The attempt whose pieces count, and its code, if we have it.
+    fn coded(&self) -> Option<(Attempt, Code)> {
+        let StripeState::Archived { attempt, code, .. } = self.state else { return None };
+        let code = table::by_id(code)?;
+        let fits = code.n() == usize::from(self.root.n) && code.k() == usize::from(self.root.k);
+        fits.then_some((attempt, code))
+    }
+
+    /// The files that the nodes should have, with their roots.
+    fn expected(&self) -> BTreeMap<(NodeId, FileName), [u8; 32]> {
+        let mut expected = BTreeMap::new();
+        match (self.state, self.receipt) {
+            (StripeState::Archived { attempt, .. }, receipt) => {
+                for piece in receipt.map(|receipt| &receipt.pieces).into_iter().flatten() {
+                    let file = match piece.form {
+                        PieceForm::File => FileName::Piece { piece: piece.piece, attempt },
+                        // A block past the shard's end has no file.
+                        PieceForm::Replica { block } if self.block(block.into()).is_none() => {
+                            continue;
+                        }
+                        PieceForm::Replica { block } => FileName::Replica { block },
+                    };
+                    expected.insert((piece.node, file), piece.root);
+                }
+            }
+            _ => {
+                let layout = Layout::new(self.root.n.into(), self.root.k.into()).ok();
+                let places = self.info.map(|(info, _)| &info.places).into_iter().flatten();
+                for (position, &node) in places.enumerate() {
+                    let blocks = layout.iter().flat_map(|layout| layout.blocks_at(position));
+                    for (number, block) in blocks.filter_map(|at| self.block(at)) {
+                        expected.insert((node, FileName::Replica { block: number }), block);
+                    }
+                }
+            }
+        }
+        expected
+    }
+
+    /// Number and root of a block that has a file.
+    fn block(&self, block: usize) -> Option<(u8, [u8; 32])> {
+        let info = self.info?.0.fixed.blocks.get(block).filter(|info| info.len_bytes > 0)?;
+        Some((u8::try_from(block).ok()?, info.root))
+    }
+
+    fn judge_files(&self, exam: &mut StripeExam) -> Vec<Readable<'_>> {
+        let expected = self.expected();
+        let coded = self.coded();
+        let is_dropped = matches!(self.state, StripeState::Archived { dropped: true, .. });
+        let mut readable = Vec::new();
+        let mut there: BTreeSet<(NodeId, FileName)> = BTreeSet::new();
+        let mut good: BTreeMap<FileName, usize> = BTreeMap::new();
+        for (&node, answer) in self.answers {
+            for view in &answer.files {
+                exam.files += 1;
+                exam.file_bytes += view.content.map_or(0, |(len_bytes, _)| len_bytes);
+                let is_expected = expected.get(&(node, view.file));
+                let (held, root) = match view.file {
+                    // Not dropped yet, or left over: nobody needs it.
+                    FileName::Replica { .. } if is_dropped && is_expected.is_none() => continue,
+                    FileName::Replica { block } => match self.block(block.into()) {
+                        Some((_, root)) => (Held::Replica(block), Some(root)),
+                        None if self.info.is_some() => continue,
+                        None => (Held::Replica(block), None),
+                    },
+                    FileName::Piece { piece, attempt } => match &coded {
+                        Some((counts, _)) if *counts == attempt => {
+                            (Held::Piece(piece), self.root_of_piece(piece))
+                        }
+                        // Of an attempt that does not count.
+                        _ => continue,
+                    },
+                };
+                there.insert((node, view.file));
+                let wrong = judge_file(view, root);
+                if let Some(wrong) = wrong {
+                    exam.faults.push(FaultAt { node, held, wrong });
+                }
+                match wrong {
+                    None => *good.entry(view.file).or_default() += 1,
+                    Some(Wrong::Grains(_)) => {}
+                    Some(_) => continue,
+                }
+                readable.push(Readable { node, held, damaged: view.damaged.as_ref() });
+            }
+        }
+        let mut copies: BTreeMap<FileName, usize> = BTreeMap::new();
+        for (_, file) in expected.keys() {
+            *copies.entry(*file).or_default() += 1;
+        }
+        for (node, file) in expected.into_keys() {
+            let is_elsewhere = good.get(&file) >= copies.get(&file);
+            if self.answers.contains_key(&node) && !there.contains(&(node, file)) && !is_elsewhere {
+                let held = match file {
+                    FileName::Replica { block } => Held::Replica(block),
+                    FileName::Piece { piece, .. } => Held::Piece(piece),
+                };
+                exam.faults.push(FaultAt { node, held, wrong: Wrong::Missing });
+            }
+        }
+        readable
+    }
+
+    fn root_of_piece(&self, piece: u8) -> Option<[u8; 32]> {
+        let piece = self.receipt?.pieces.get(usize::from(piece))?;
+        Some(piece.root)
+    }
+
+    /// Judges the records. Returns the smallest number of good copies of a record without which the stripe cannot be read: its own, and the
+    /// leaves, by which alone records are believed.
+    fn judge_records(&self, exam: &mut StripeExam) -> usize {
+        let mut expected: Vec<(NodeId, Held, Option<[u8; 32]>)> = Vec::new();
+        let on_ring = self.root.ring.iter().map(|member| member.node);
+        if self.with_shard {
+            let digest = digest::of_root(self.root);
+            let both = [Held::Leaves, Held::Mark];
+            expected.extend(on_ring.flat_map(|node| both.map(|held| (node, held, digest))));
+        }
+        if let Some((info, leaf)) = self.info {
+            expected.extend(info.places.iter().map(|&node| (node, Held::Record, Some(leaf))));
+        }
+        if let Some(receipt) = self.receipt {
+            let digest = digest::of_receipt(receipt);
+            let nodes: BTreeSet<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
+            expected.extend(nodes.into_iter().map(|node| (node, Held::Receipt, digest)));
+        }
+        let digests: HashMap<Held, Option<[u8; 32]>> =
+            expected.iter().map(|(_, held, digest)| (*held, *digest)).collect();
+        let mut copies: HashMap<Held, usize> = HashMap::new();
+        let mut there: Vec<(NodeId, Held)> = Vec::new();
+        for (&node, answer) in self.answers {
+            for view in &answer.records {
+                exam.records += 1;
+                let Some(held) = self.held_record(view.record) else { continue };
+                there.push((node, held));
+                let wrong = match view.digest {
+                    None => Wrong::Damaged,
+                    digest if digests.get(&held).is_none_or(|expected| *expected == digest) => {
+                        *copies.entry(held).or_default() += 1;
+                        continue;
+                    }
+                    Some(_) => Wrong::Other,
+                };
+                exam.faults.push(FaultAt { node, held, wrong });
+            }
+        }
+        for (node, held, _) in &expected {
+            if self.answers.contains_key(node) && !there.contains(&(*node, *held)) {
+                exam.faults.push(FaultAt { node: *node, held: *held, wrong: Wrong::Missing });
+            }
+        }
+        let copies = |held| copies.get(&held).copied().unwrap_or(0);
+        let of_record = if self.has_stripe() { copies(Held::Record) } else { usize::MAX };
+        if self.with_shard { of_record.min(copies(Held::Leaves)) } else { of_record }
+    }
+
+    /// The kind of a record, if it counts.
+    fn held_record(&self, record: RecordName) -> Option<Held> {
+        match record {
+            RecordName::Leaves => Some(Held::Leaves),
+            RecordName::Mark => Some(Held::Mark),
+            RecordName::Stripe { .. } => Some(Held::Record),
+            RecordName::Receipt { attempt, .. } => {
+                let counts = self.receipt.is_some_and(|receipt| receipt.attempt == attempt);
+                counts.then_some(Held::Receipt)
+            }
+        }
+    }
+
+    /// How many more nodes may be lost, by the files alone. Grains of one number are read together, so each set of files that are damaged in
+    /// one of them is judged for itself.
+    fn survivable(&self, readable: &[Readable<'_>], known: &mut Known) -> Option<usize> {
+        if !self.has_stripe() {
+            return Some(usize::MAX);
+        }
+        let (info, _) = self.info?;
+        let code = self.coded().map(|(_, code)| code);
+        let grains: BTreeSet<u64> =
+            readable.iter().filter_map(|file| file.damaged).flat_map(GrainSet::iter).collect();
+        let wanted_at = |grain: u64| -> Vec<u8> {
+            let is_wanted = |block: &u8| info.fixed.cut.block_len(*block) > grain * GRAIN_BYTES;
+            (0..self.root.k).filter(is_wanted).collect()
+        };
+        let undamaged = (wanted_at(0), readable.iter().collect::<Vec<_>>());
+        let at_grain = |grain| {
+            let is_good =
+                |file: &&Readable<'_>| file.damaged.is_none_or(|damaged| !damaged.contains(grain));
+            (wanted_at(grain), readable.iter().filter(is_good).collect())
+        };
+        // In the classical code a replica is the systematic piece of the same number, and blocks past the shard's end are known.
+        let is_classical = matches!(code, Some(Code::Rs(_)));
+        let past_end: Vec<u8> =
+            (0..self.root.k).filter(|&block| info.fixed.cut.block_len(block) == 0).collect();
+        let mut least = None;
+        for (wanted, files) in std::iter::once(undamaged).chain(grains.into_iter().map(at_grain)) {
+            let mut shares: BTreeMap<NodeId, NodeShare> = BTreeMap::new();
+            for file in files {
+                let share = shares.entry(file.node).or_default();
+                match file.held {
+                    Held::Replica(block) if is_classical => share.pieces.push(block),
+                    Held::Replica(block) => share.blocks.push(block),
+                    Held::Piece(piece) => share.pieces.push(piece),
+                    _ => {}
+                }
+            }
+            if is_classical {
+                shares.values_mut().for_each(|share| share.pieces.extend(&past_end));
+            }
+            let mut shares: Vec<NodeShare> = shares.into_values().collect();
+            shares.sort();
+            let key = (shares, wanted, code.as_ref().map(Code::id));
+            let survives = match known.get(&key) {
+                Some(survives) => *survives,
+                None => {
+                    let survives = survivable_losses(&key.1, code.as_ref(), &key.0);
+                    known.insert(key, survives);
+                    survives
+                }
+            }?;
+            least = Some(least.map_or(survives, |least: usize| least.min(survives)));
+        }
+        least
+    }
+}
+
+fn judge_file(view: &SourceView, root: Option<[u8; 32]>) -> Option<Wrong> {
+    match (&view.content, &view.damaged) {
+        (None, _) => Some(Wrong::Damaged),
+        (Some((_, found)), _) if root.is_some_and(|root| root != *found) => Some(Wrong::Other),
+        (Some(_), None) => None,
+        // It does not count, and no grain is known to be damaged: it cannot be opened, or not now.
+        (Some(_), Some(grains)) if grains.is_empty() => Some(Wrong::Damaged),
+        (Some(_), Some(grains)) => Some(Wrong::Grains(grains.len() as u64)),
+    }
+}

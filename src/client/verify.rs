@@ -1,0 +1,461 @@
+//! Verifying a checkpoint where it lies: the nodes read all that they have of it and say what is wrong; no data crosses the network
+//! (docs/semantics.md, 6, *Verify*).
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::exam::{Examined, FaultAt, Held, Known, StripeExam, Wrong};
+use super::parts::Part;
+use super::restore::{BY_MARKS, MAX_MOVES};
+use super::{Client, ClientError, Progress, ProgressFn};
+use crate::format::file::FileName;
+use crate::format::records::{Leaves, StripeState};
+use crate::id::{Job, NodeId, PeerName, ShardName, Step, StripeId};
+use crate::pipeline::read::{Reading, state_on_nodes};
+use crate::pipeline::records::{self, RecordsError};
+use crate::wire::calls::{ExamineAnswer, ExamineStripe, ListSources, Suspect};
+
+/// Stripes that are examined at once: a node reads one file after the other, and others have theirs ready.
+const STRIPES_AT_ONCE: usize = 4;
+/// Nodes that are asked at once for a stripe.
+const NODES_AT_ONCE: usize = 32;
+/// A node reads what it has of a stripe, after what others have it read, within this.
+const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
+/// A node mends a replica within this, and 1 s for each [`MEND_PACE_BYTES`] of it.
+const MEND_LIMIT: Duration = Duration::from_secs(30);
+const MEND_PACE_BYTES: u64 = 4 << 20;
+/// Between two looks whether a replica is mended.
+const MEND_LOOK: Duration = Duration::from_millis(500);
+/// Faults that a report names; all are counted.
+pub const MAX_FAULTS: usize = 10_000;
+
+/// A part of a checkpoint that is not as it should be, on a node that answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// The node.
+    pub node: String,
+    /// The shard.
+    pub shard: ShardName,
+    /// The stripe; `None` for a record of the shard.
+    pub stripe: Option<u32>,
+    /// The part.
+    pub held: Held,
+    /// What is wrong with it.
+    pub wrong: Wrong,
+}
+
+/// A node that may have a part of the checkpoint and was not examined.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Away {
+    /// The node.
+    pub node: String,
+    /// Why it was not.
+    pub reason: String,
+}
+
+/// How a checkpoint is.
+#[derive(Debug, Clone)]
+pub struct VerifyReport {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// How many shards.
+    pub shards: u32,
+    /// How many stripes.
+    pub stripes: u64,
+    /// Files that were read.
+    pub files: u64,
+    /// Their bytes, as far as their tails tell.
+    pub file_bytes: u64,
+    /// Records that were read.
+    pub records: u64,
+    /// Nodes that answered.
+    pub nodes: Vec<PeerName>,
+    /// Nodes that may have more.
+    pub away: Vec<Away>,
+    /// What is wrong, at most [`MAX_FAULTS`].
+    pub faults: Vec<Fault>,
+    /// How much is wrong.
+    pub fault_count: u64,
+    /// What was wrong and is mended, at most [`MAX_FAULTS`].
+    pub mended: Vec<Fault>,
+    /// The largest number such that any so many of the nodes that answered may be lost and every stripe can still be read from the others.
+    /// `None` when a stripe cannot be read from them now.
+    pub survives: Option<usize>,
+    /// The stripe that decides this, and those like it; the first one.
+    pub weakest: Option<(ShardName, u32)>,
+    /// What went wrong and was survived.
+    pub incidents: Vec<String>,
+}
+
+/// What becomes of a replica that is found damaged.
+#[derive(Debug, Clone, Copy)]
+enum Finding {
+    /// Its node notes it.
+    Note,
+    /// Its node mends it.
+    Mend,
+}
+
+/// What all stripes share.
+struct Verification<'a> {
+    client: &'a Client,
+    reading: Arc<Reading>,
+    /// Nodes that did not answer are not asked again: each may take seconds to be silent.
+    away: Mutex<BTreeMap<NodeId, String>>,
+    answered: Mutex<BTreeMap<NodeId, PeerName>>,
+    known: Mutex<Known>,
+    done_bytes: AtomicU64,
+    total_bytes: u64,
+    progress: ProgressFn,
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Client {
+    /// Has every replica, piece and record of a committed step (`None`: the latest) checked by the nodes that have them. The nodes note what
+    /// is damaged.
+    ///
+    /// # Errors
+    /// When the step is not there or nobody can be asked. That something is damaged or lost is no error: the report says so.
+    pub async fn verify(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        progress: ProgressFn,
+    ) -> Result<VerifyReport, ClientError> {
+        self.following(|| self.verify_found(job, step, Finding::Note, progress.clone())).await
+    }
+
+    /// As [`verify`](Self::verify), and has damaged replicas mended. The report is of afterwards.
+    ///
+    /// # Errors
+    /// As with `verify`. That something cannot be mended is none.
+    pub async fn verify_and_mend(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        progress: ProgressFn,
+    ) -> Result<VerifyReport, ClientError> {
+        self.following(|| self.verify_found(job, step, Finding::Mend, progress.clone())).await
+    }
+
+    async fn verify_found(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+        finding: Finding,
+        progress: ProgressFn,
+    ) -> Result<VerifyReport, ClientError> {
+        let found = self.find(job, step).await?;
+        let step = found.step.step;
+        if found.shards.iter().any(|(_, state)| state.is_none()) {
+            return Err(ClientError::Removed { job: job.clone(), step });
+        }
+        let incidents = found.step.by_marks.then(|| BY_MARKS.to_owned()).into_iter().collect();
+        let parts = self.parts(job, step, found.shards, None)?;
+        let reading = Reading::new(
+            self.caller().clone(),
+            self.inner.workers.clone(),
+            self.inner.entropy.clone(),
+            self.directory().await?,
+            incidents,
+        );
+        let mut total_bytes = 0;
+        for part in &parts {
+            total_bytes += expected_bytes(part)?;
+        }
+        let verification = Verification {
+            client: self,
+            reading,
+            away: Mutex::default(),
+            answered: Mutex::default(),
+            known: Mutex::default(),
+            done_bytes: AtomicU64::new(0),
+            total_bytes,
+            progress,
+        };
+        let mut exams = Vec::new();
+        for part in &parts {
+            exams.extend(verification.examine_part(part).await?);
+        }
+        let mended = match finding {
+            Finding::Note => Vec::new(),
+            Finding::Mend => verification.mend(&mut exams).await?,
+        };
+        Ok(verification.report((job, step), &parts, &exams, mended))
+    }
+}
+
+/// What the nodes have of a shard, if nothing is missing.
+fn expected_bytes(part: &Part) -> Result<u64, ClientError> {
+    let geometry = part.root.geometry()?;
+    let stripes = (0..geometry.stripes()).filter_map(|index| {
+        let cut = geometry.stripe(index)?;
+        let pieces = u64::from(part.root.n) * cut.block_len(0);
+        Some(match part.state.as_ref().and_then(|state| state.stripe(index)) {
+            Some(StripeState::Archived { dropped: true, .. }) => pieces,
+            Some(StripeState::Archived { .. }) => pieces + 2 * cut.len_bytes,
+            _ => 2 * cut.len_bytes,
+        })
+    });
+    Ok(stripes.sum())
+}
+
+/// A stripe and how it is.
+struct Exam<'a> {
+    part: &'a Part,
+    index: u32,
+    of: StripeExam,
+}
+
+impl Verification<'_> {
+    async fn examine_part<'p>(&self, part: &'p Part) -> Result<Vec<Exam<'p>>, ClientError> {
+        let stripes = part.root.geometry()?.stripes();
+        let leaves = match self.client.leaves(&self.reading, part).await {
+            Ok(leaves) => Some(leaves),
+            Err(ClientError::Records(error @ RecordsError::Lost { .. })) => {
+                self.incident(error.to_string());
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        let leaves = leaves.as_ref();
+        // A shard without a stripe has its records all the same.
+        let mut exams = stream::iter(0..stripes.max(1))
+            .map(|index| async move {
+                let of = self.examine(part, leaves, index).await?;
+                Ok::<_, ClientError>(Exam { part, index, of })
+            })
+            .buffered(STRIPES_AT_ONCE);
+        let mut examined = Vec::new();
+        while let Some(exam) = exams.next().await {
+            examined.push(exam?);
+        }
+        Ok(examined)
+    }
+
+    /// Examines a stripe, again if it was archived meanwhile.
+    async fn examine(
+        &self,
+        part: &Part,
+        leaves: Option<&Leaves>,
+        index: u32,
+    ) -> Result<StripeExam, ClientError> {
+        let known = part.state.as_ref().and_then(|state| state.stripe(index));
+        let mut state = match known {
+            Some(state) => state,
+            None => state_on_nodes(&self.reading, &part.root, index, true).await,
+        };
+        let mut moves = 0;
+        loop {
+            let exam = self.examine_in_state(part, leaves, index, state).await?;
+            if exam.faults.is_empty() && exam.survives.is_some() {
+                return Ok(exam);
+            }
+            match self.client.next_state(&self.reading, part, index, state).await? {
+                Some(next) if moves < MAX_MOVES => (state, moves) = (next, moves + 1),
+                _ => return Ok(exam),
+            }
+        }
+    }
+
+    async fn examine_in_state(
+        &self,
+        part: &Part,
+        leaves: Option<&Leaves>,
+        index: u32,
+        state: StripeState,
+    ) -> Result<StripeExam, ClientError> {
+        let (caller, directory) = (&self.reading.caller, &self.reading.directory);
+        let answers = self.ask_ring(part, index).await;
+        let mut info = None;
+        if let Some(leaves) = leaves.filter(|_| part.root.len_bytes > 0) {
+            match records::stripe(caller, directory, &part.root, leaves, index).await {
+                Ok(found) => info = Some(found),
+                Err(error @ RecordsError::Lost { .. }) => self.incident(error.to_string()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let mut receipt = None;
+        if let (StripeState::Archived { attempt, .. }, Some(info)) = (state, &info) {
+            let at = (index, info.places.as_slice());
+            match records::receipt(caller, directory, &part.root, at, attempt).await {
+                Ok(found) => receipt = Some(found),
+                Err(error @ RecordsError::Lost { .. }) => self.incident(error.to_string()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let leaf = leaves.and_then(|leaves| leaves.hashes.get(index as usize)).copied();
+        let examined = Examined {
+            root: &part.root,
+            info: info.as_ref().zip(leaf),
+            state,
+            receipt: receipt.as_ref(),
+            answers: &answers,
+            with_shard: index == 0,
+        };
+        Ok(examined.judge(&mut lock(&self.known)))
+    }
+
+    /// What the nodes of the ring that answer have of a stripe.
+    async fn ask_ring(&self, part: &Part, index: u32) -> BTreeMap<NodeId, ExamineAnswer> {
+        let stripe = StripeId { shard: part.root.shard, index };
+        let call = ExamineStripe { stripe, with_shard: index == 0 };
+        let call = &call;
+        let answers = stream::iter(part.root.ring.iter().map(|member| member.node))
+            .map(|node| async move { Some((node, self.ask_node(node, call).await?)) })
+            .buffer_unordered(NODES_AT_ONCE);
+        answers.filter_map(std::future::ready).collect().await
+    }
+
+    async fn ask_node(&self, node: NodeId, call: &ExamineStripe) -> Option<ExamineAnswer> {
+        if lock(&self.away).contains_key(&node) {
+            return None;
+        }
+        let Some(address) = self.reading.directory.address(node) else {
+            lock(&self.away).insert(node, "it is not registered".into());
+            return None;
+        };
+        match self.reading.caller.call_held(&address, call, EXAMINE_LIMIT).await {
+            Ok(answer) => {
+                lock(&self.answered).insert(node, address.name);
+                let lengths = answer.files.iter().filter_map(|file| Some(file.content?.0));
+                self.count(lengths.sum());
+                Some(answer)
+            }
+            Err(error) => {
+                lock(&self.away).insert(node, error.to_string());
+                None
+            }
+        }
+    }
+
+    fn count(&self, bytes: u64) {
+        let done_bytes = self.done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let total_bytes = self.total_bytes;
+        (self.progress)(Progress { done_bytes: done_bytes.min(total_bytes), total_bytes });
+    }
+
+    fn incident(&self, text: String) {
+        let mut incidents = lock(&self.reading.incidents);
+        if incidents.len() < MAX_FAULTS {
+            incidents.push(text);
+        }
+    }
+
+    /// Has damaged replicas mended and examines their stripes again. Returns what was mended.
+    async fn mend(&self, exams: &mut [Exam<'_>]) -> Result<Vec<Fault>, ClientError> {
+        let mut mended = Vec::new();
+        for exam in exams {
+            let damaged =
+                exam.of.faults.iter().filter_map(|fault| match (fault.held, fault.wrong) {
+                    (_, Wrong::Missing) => None,
+                    (Held::Replica(block), _) => Some((fault.node, block)),
+                    _ => None,
+                });
+            let damaged: Vec<(NodeId, u8)> = damaged.collect();
+            if damaged.is_empty() {
+                continue;
+            }
+            let cut = exam.part.root.geometry()?.stripe(exam.index);
+            let len_bytes = cut.map_or(0, |cut| cut.block_len(0)) * damaged.len() as u64;
+            let limit = MEND_LIMIT + Duration::from_secs(len_bytes / MEND_PACE_BYTES);
+            let end = self.reading.caller.clock().now() + limit;
+            let stripe = StripeId { shard: exam.part.root.shard, index: exam.index };
+            for &(node, block) in &damaged {
+                let Some(address) = self.reading.directory.address(node) else { continue };
+                let call = Suspect { stripe, file: FileName::Replica { block } };
+                if let Err(error) = self.reading.caller.call_held(&address, &call, limit).await {
+                    self.incident(error.to_string());
+                }
+            }
+            for (node, block) in damaged {
+                self.wait_until_good(node, stripe, block, end).await;
+            }
+            let leaves = self.client.leaves(&self.reading, exam.part).await?;
+            let of = self.examine(exam.part, Some(&leaves), exam.index).await?;
+            let before = std::mem::replace(&mut exam.of, of).faults;
+            let is_mended = |fault: &FaultAt| {
+                let is_it = |now: &FaultAt| (now.node, now.held) == (fault.node, fault.held);
+                !exam.of.faults.iter().any(is_it)
+            };
+            mended.extend(before.iter().filter(|f| is_mended(f)).map(|f| self.fault(exam, f)));
+        }
+        Ok(mended)
+    }
+
+    /// Waits until a replica counts on its node.
+    async fn wait_until_good(&self, node: NodeId, stripe: StripeId, block: u8, end: Duration) {
+        let Some(address) = self.reading.directory.address(node) else { return };
+        let clock = self.reading.caller.clock();
+        while clock.now() < end {
+            let file = FileName::Replica { block };
+            let sources = self.reading.caller.call(&address, &ListSources { stripe }).await;
+            // A node that does not say is asked again, as long as there is time.
+            let is_good = sources.is_ok_and(|sources| {
+                sources.iter().any(|source| source.file == file && source.damaged.is_none())
+            });
+            if is_good {
+                return;
+            }
+            clock.sleep(MEND_LOOK).await;
+        }
+    }
+
+    fn fault(&self, exam: &Exam<'_>, fault: &FaultAt) -> Fault {
+        let is_of_shard = matches!(fault.held, Held::Leaves | Held::Mark);
+        Fault {
+            node: self.reading.directory.name(fault.node),
+            shard: exam.part.root.name.clone(),
+            stripe: (!is_of_shard).then_some(exam.index),
+            held: fault.held,
+            wrong: fault.wrong,
+        }
+    }
+
+    fn report(
+        self,
+        (job, step): (&Job, Step),
+        parts: &[Part],
+        exams: &[Exam<'_>],
+        mut mended: Vec<Fault>,
+    ) -> VerifyReport {
+        mended.truncate(MAX_FAULTS);
+        let all = |of: fn(&StripeExam) -> u64| exams.iter().map(|exam| of(&exam.of)).sum();
+        let faults = exams.iter().flat_map(|exam| exam.of.faults.iter().map(move |f| (exam, f)));
+        let faults = faults.map(|(exam, fault)| self.fault(exam, fault)).take(MAX_FAULTS);
+        let weakest = exams.iter().min_by_key(|exam| exam.of.survives);
+        VerifyReport {
+            job: job.clone(),
+            step,
+            shards: parts.len() as u32,
+            stripes: exams.iter().filter(|exam| exam.part.root.len_bytes > 0).count() as u64,
+            files: all(|exam| exam.files),
+            file_bytes: all(|exam| exam.file_bytes),
+            records: all(|exam| exam.records),
+            faults: faults.collect(),
+            fault_count: all(|exam| exam.faults.len() as u64),
+            mended,
+            survives: weakest.and_then(|exam| exam.of.survives),
+            weakest: weakest.map(|exam| (exam.part.root.name.clone(), exam.index)),
+            nodes: lock(&self.answered).values().cloned().collect(),
+            away: lock(&self.away)
+                .iter()
+                .map(|(node, reason)| Away {
+                    node: self.reading.directory.name(*node),
+                    reason: reason.clone(),
+                })
+                .collect(),
+            incidents: std::mem::take(&mut *lock(&self.reading.incidents)),
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! The examination of what this node has of a stripe: every file and record is read from its disk and checked (docs/semantics.md, 6,
+//! *Verify*). Nothing is moved or mended.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::Node;
+use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
+use super::records::place_of;
+use crate::format::FormatError;
+use crate::format::digest;
+use crate::format::file::FileKey;
+use crate::format::records::{CommitMark, Leaves, Receipt, Record, StripeRecord};
+use crate::id::{ShardId, StripeId};
+use crate::kind::Kind;
+use crate::store::{Look, Scope, Store, StoreError};
+use crate::wire::Failure;
+use crate::wire::calls::{ExamineAnswer, ExamineStripe, RecordName, RecordView, SourceView};
+
+/// Damaged records that are remembered for `status`.
+const MAX_REMEMBERED: usize = 4096;
+/// Damaged records that `status` reads again each time: they may have been written anew.
+const MAX_READ_AGAIN: usize = 64;
+
+/// Damaged records that were met since the start, by what people call them. They need no note on the disk: each shows its damage itself.
+#[derive(Default)]
+pub(super) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
+
+impl DamagedRecords {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, (ShardId, RecordName)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, shard: ShardId, record: RecordName, is_damaged: bool) {
+        let name = name_of(shard, record);
+        let mut records = self.lock();
+        if !is_damaged {
+            records.remove(&name);
+        } else if records.len() < MAX_REMEMBERED
+            && records.insert(name.clone(), (shard, record)).is_none()
+        {
+            tracing::warn!(record = name, "a record is damaged");
+        }
+    }
+}
+
+impl Node {
+    /// Looks at every file of the stripe that has a name here, one after the other, and at the records.
+    pub(super) async fn examine_stripe(
+        &self,
+        call: ExamineStripe,
+    ) -> Result<ExamineAnswer, Failure> {
+        let stripe = call.stripe;
+        let mut files = Vec::new();
+        for name in self.on_store(move |store| store.file_names(stripe)).await? {
+            let key = FileKey { stripe, name };
+            let damaged = match self.look_at(key).await? {
+                Look::Whole => None,
+                Look::Damaged(damage) => Some(damage.grains.clone()),
+                Look::Gone | Look::Misplaced(_) => continue,
+            };
+            let content = self.on_store(move |store| Ok::<_, StoreError>(content_of(store, key)));
+            files.push(SourceView { file: name, content: content.await?, damaged });
+        }
+        let with_shard = call.with_shard;
+        let records = self.on_store(move |store| examine_records(store, stripe, with_shard));
+        let records = records.await?;
+        for view in &records {
+            self.damaged_records.set(stripe.shard, view.record, view.digest.is_none());
+        }
+        Ok(ExamineAnswer { files, records })
+    }
+
+    /// Remembers whether a record that somebody asked for is damaged.
+    pub(super) fn check_record(&self, shard: ShardId, record: RecordName, bytes: &[u8]) {
+        let is_damaged = digest_of(record, bytes).is_err_and(|error| error.kind() == Kind::Corrupt);
+        self.damaged_records.set(shard, record, is_damaged);
+    }
+
+    /// Damaged records, for people: how many, and the first by name.
+    pub(super) async fn damaged_records_note(&self, named: usize) -> Option<String> {
+        let known: Vec<_> =
+            self.damaged_records.lock().values().take(MAX_READ_AGAIN).copied().collect();
+        for (shard, record) in known {
+            let read = self.on_store(move |store| read_record(store, shard, record)).await;
+            self.damaged_records.set(shard, record, matches!(read, Ok(Some(None))));
+        }
+        let records = self.damaged_records.lock();
+        let first: Vec<&str> = records.keys().take(named).map(String::as_str).collect();
+        let more = if records.len() > named { ", ..." } else { "" };
+        match records.len() {
+            0 => None,
+            1 => Some(format!("1 record is damaged: {}", first.join(", "))),
+            many => Some(format!("{many} records are damaged: {}{more}", first.join(", "))),
+        }
+    }
+}
+
+fn name_of(shard: ShardId, record: RecordName) -> String {
+    match place_of(shard, record) {
+        (Scope::Shard(shard), name) => format!("{shard}/{name}"),
+        (Scope::Stripe(stripe), name) => format!("{stripe}/{name}"),
+    }
+}
+
+fn content_of(store: &Store, key: FileKey) -> Option<(u64, [u8; 32])> {
+    let source = store.open_source(key).ok()?;
+    source.tail().map(|(header, _)| (header.len_bytes, header.root))
+}
+
+fn examine_records(
+    store: &Store,
+    stripe: StripeId,
+    with_shard: bool,
+) -> Result<Vec<RecordView>, StoreError> {
+    let index = stripe.index;
+    let of_stripe = store.list_small(Scope::Stripe(stripe))?;
+    let of_stripe = of_stripe.iter().filter_map(|(name, _)| match name.as_str() {
+        RECORD => Some(RecordName::Stripe { index }),
+        name => {
+            let attempt = name.strip_prefix(RECEIPT_PREFIX)?.parse().ok()?;
+            Some(RecordName::Receipt { index, attempt })
+        }
+    });
+    let mut records: Vec<RecordName> = of_stripe.collect();
+    if with_shard {
+        let of_shard = store.list_small(Scope::Shard(stripe.shard))?;
+        records.extend(of_shard.iter().filter_map(|(name, _)| match name.as_str() {
+            LEAVES => Some(RecordName::Leaves),
+            MARK => Some(RecordName::Mark),
+            _ => None,
+        }));
+    }
+    let mut views = Vec::with_capacity(records.len());
+    for record in records {
+        if let Some(digest) = read_record(store, stripe.shard, record)? {
+            views.push(RecordView { record, digest });
+        }
+    }
+    Ok(views)
+}
+
+/// The digest of a record on the disk: `None` when there is none, `Some(None)` when it is damaged.
+///
+/// # Errors
+/// When it is of a later release.
+fn read_record(
+    store: &Store,
+    shard: ShardId,
+    record: RecordName,
+) -> Result<Option<Option<[u8; 32]>>, StoreError> {
+    let (scope, name) = place_of(shard, record);
+    let bytes = match store.get_small_past_cache(scope, &name) {
+        Ok(None) => return Ok(None),
+        Ok(Some(bytes)) => bytes,
+        Err(error) => {
+            tracing::warn!(record = name_of(shard, record), %error, "a record cannot be read");
+            return Ok(Some(None));
+        }
+    };
+    match digest_of(record, &bytes) {
+        Ok(digest) => Ok(Some(digest)),
+        Err(error) if error.kind() == Kind::Corrupt => Ok(Some(None)),
+        Err(source) => Err(StoreError::Format { path: name_of(shard, record), source }),
+    }
+}
+
+fn digest_of(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 32]>, FormatError> {
+    Ok(match record {
+        RecordName::Leaves => {
+            let leaves = Leaves::parse(bytes)?;
+            // Of other stripes than their root names they are as good as damaged.
+            leaves.root.admits(&leaves).then(|| digest::of_root(&leaves.root)).flatten()
+        }
+        RecordName::Mark => digest::of_root(&CommitMark::parse(bytes)?.root),
+        RecordName::Stripe { .. } => Some(StripeRecord::parse(bytes)?.leaf()),
+        RecordName::Receipt { .. } => digest::of_receipt(&Receipt::parse(bytes)?),
+    })
+}

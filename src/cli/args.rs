@@ -385,13 +385,15 @@ Examples:
   rapidraid verify gpt/latest --mend     damaged replicas are made good again
   rapidraid verify gpt/1200 --quick      reads one copy of everything, as a restore does
 
-Every node reads its replicas, pieces and records of the checkpoint from its disk; no data crosses the network. What is damaged is
-noted there, and `status` shows it; no file is moved or changed. The exit code is 1 when something is damaged or missing on a node that
-answers, or when the checkpoint cannot be read from those that do. The step may be `latest`, the greatest that is committed.
+Every node reads its replicas, pieces and records of the checkpoint from its disk; no data crosses
+the network. Damage is noted there, and `status` shows it; no file is moved or changed. The exit
+code is 1 when something is damaged or missing on a node that answers, or when the checkpoint
+cannot be read from those that do. The step may be `latest`, the greatest that is committed.
 
-With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node, reason), faults (node, shard, stripe,
-part, wrong), fault_count, mended (as faults), survives (how many more nodes may be lost, null when it cannot be read now), weakest
-(shard, stripe), incidents. With --quick the fields of `restore`.";
+With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node,
+reason), faults (node, shard, stripe, part, wrong), fault_count, mended (as faults), survives (how
+many more nodes may be lost, null when it cannot be read now), weakest (shard, stripe), incidents.
+With --quick the fields of `restore`.";
 
 /// Options of `verify`.
 #[derive(Debug, clap::Args)]

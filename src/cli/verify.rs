@@ -1,5 +1,6 @@
 //! `verify`: every copy of a checkpoint checked where it lies, and how many more nodes may be lost.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
@@ -9,7 +10,7 @@ use super::printer::Answer;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::{counted, listed, named, pace, read_through, watch};
 use super::{Front, Outcome, connect};
-use crate::client::{Fault, Held, VerifyReport, Wrong};
+use crate::client::{Away, Fault, Held, VerifyReport, Wrong};
 use crate::clock::{Clock, SystemClock};
 use crate::units::ByteCount;
 
@@ -72,6 +73,15 @@ fn summary(faults: &[Fault], count: u64) -> String {
         parts.push(format!("{more} more"));
     }
     parts.join(", ")
+}
+
+/// A line for each reason, with the nodes that have it.
+fn by_reason(away: &[Away]) -> Vec<String> {
+    let mut nodes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for Away { node, reason } in away {
+        nodes.entry(reason).or_default().push(node);
+    }
+    nodes.iter().map(|(reason, nodes)| format!("{} ({reason})", nodes.join(", "))).collect()
 }
 
 impl Verified {
@@ -139,18 +149,14 @@ impl Answer for Verified {
             }
         };
         let mut out = format!(
-            "{verb} {}/{}: {} and {} of {} on {} in {}; {state}; {}\n",
+            "{verb} {}/{}: {} in {} and {} on {}; {}; {state}; {}\n",
             report.job,
             report.step,
+            ByteCount(report.file_bytes),
             counted(report.files, "file"),
             counted(report.records, "record"),
-            counted(u64::from(report.shards), "shard"),
             counted(report.nodes.len() as u64, "node"),
-            format_args!(
-                "{} of {}",
-                pace(report.file_bytes, self.took),
-                ByteCount(report.file_bytes)
-            ),
+            pace(report.file_bytes, self.took),
             self.margin(paint),
         );
         if !report.faults.is_empty() {
@@ -171,8 +177,7 @@ impl Answer for Verified {
             }
             out.push('\n');
         }
-        let away = report.away.iter().map(|away| format!("{}: {}", away.node, away.reason));
-        out.push_str(&listed("not examined", &away.collect::<Vec<_>>(), paint));
+        out.push_str(&listed("not examined", &by_reason(&report.away), paint));
         let mended = report.mended.iter().map(|fault| {
             let stripe = fault.stripe.unwrap_or_default();
             format!("{} of stripe {stripe} of {} on {}", fault.held, fault.shard, fault.node)

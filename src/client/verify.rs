@@ -333,7 +333,12 @@ impl Verification<'_> {
                 Some(answer)
             }
             Err(error) => {
-                lock(&self.away).insert(node, error.to_string());
+                tracing::debug!(node = %address.name, %error, "not examined");
+                let reason = match error.is_unanswered() {
+                    true => "no answer".to_owned(),
+                    false => error.to_string(),
+                };
+                lock(&self.away).insert(node, reason);
                 None
             }
         }
@@ -422,6 +427,18 @@ impl Verification<'_> {
         }
     }
 
+    /// The nodes that were not examined, by name.
+    fn away(&self) -> Vec<Away> {
+        let away = lock(&self.away);
+        let name = |node: &NodeId| self.reading.directory.name(*node);
+        let mut away: Vec<Away> = away
+            .iter()
+            .map(|(node, reason)| Away { node: name(node), reason: reason.clone() })
+            .collect();
+        away.sort_by(|a, b| a.node.cmp(&b.node));
+        away
+    }
+
     fn report(
         self,
         (job, step): (&Job, Step),
@@ -430,6 +447,8 @@ impl Verification<'_> {
         mut mended: Vec<Fault>,
     ) -> VerifyReport {
         mended.truncate(MAX_FAULTS);
+        let mut nodes: Vec<PeerName> = lock(&self.answered).values().cloned().collect();
+        nodes.sort();
         let all = |of: fn(&StripeExam) -> u64| exams.iter().map(|exam| of(&exam.of)).sum();
         let faults = exams.iter().flat_map(|exam| exam.of.faults.iter().map(move |f| (exam, f)));
         let faults = faults.map(|(exam, fault)| self.fault(exam, fault)).take(MAX_FAULTS);
@@ -447,14 +466,8 @@ impl Verification<'_> {
             mended,
             survives: weakest.and_then(|exam| exam.of.survives),
             weakest: weakest.map(|exam| (exam.part.root.name.clone(), exam.index)),
-            nodes: lock(&self.answered).values().cloned().collect(),
-            away: lock(&self.away)
-                .iter()
-                .map(|(node, reason)| Away {
-                    node: self.reading.directory.name(*node),
-                    reason: reason.clone(),
-                })
-                .collect(),
+            nodes,
+            away: self.away(),
             incidents: std::mem::take(&mut *lock(&self.reading.incidents)),
         }
     }

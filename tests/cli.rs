@@ -5,6 +5,8 @@
 
 #[path = "cli/damage.rs"]
 mod damage;
+#[path = "cli/full.rs"]
+mod full;
 mod machine;
 
 use std::os::unix::fs::PermissionsExt;

@@ -205,7 +205,10 @@ impl Answer for Removed {
         );
         if !self.answer.waiting.is_empty() {
             let names: Vec<&str> = self.answer.waiting.iter().map(PeerName::as_str).collect();
-            out.push_str(&format!("  asked again when they are back: {}\n", names.join(", ")));
+            out.push_str(&format!(
+                "  not removed yet on {}: these are asked again until they have, later each time; `rapidraid status` shows how they are\n",
+                names.join(", ")
+            ));
         }
         out
     }

@@ -121,6 +121,13 @@ impl fmt::Display for RecordKind {
     }
 }
 
+/// The length of the sealed record that `bytes` begin with, by its head; `None` when no record begins there.
+pub fn record_len(bytes: &[u8]) -> Option<usize> {
+    let head = bytes.get(..HEAD_BYTES).filter(|head| head.starts_with(&RECORD_MAGIC))?;
+    let body = head.get(6..HEAD_BYTES)?.try_into().ok().map(u32::from_le_bytes)?;
+    Some(usize::try_from(body).ok()?.saturating_add(ENVELOPE_BYTES))
+}
+
 fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
     let mut out = [0; CHECKSUM_BYTES];
     out.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES]);

@@ -14,7 +14,7 @@ use super::Node;
 use super::census::node_address;
 use super::failure::failure;
 use super::inventory;
-use super::marks::{TOMBSTONE, marked_save, save_scope};
+use super::marks::marked_save;
 use super::quorum::Quorum;
 use super::waits::{grown, look};
 use super::walk::Walk;
@@ -373,7 +373,7 @@ fn graves(store: &Store, after: Option<SaveId>, limit: usize) -> Result<Vec<Save
     let mut saves = BTreeSet::new();
     let from = after.map(|after| ShardId::new(after, u32::MAX));
     for shard in store.shards(from)?.filter(|shard| shard.index() == u32::MAX) {
-        if store.get_small(save_scope(shard.save()), TOMBSTONE)?.is_some() {
+        if store.tombstone(shard.save())?.is_some() {
             saves.insert(shard.save());
         }
     }

@@ -17,7 +17,8 @@ use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::store::{
-    Disk, INDEX_DIR, KvError, LOCK_FILE, RealDisk, SledKv, SledMaps, Store, StoreError,
+    Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledKv, SledMaps, Store,
+    StoreError, look_at_reserve,
 };
 use crate::workers::Workers;
 
@@ -25,6 +26,8 @@ use crate::workers::Workers;
 const CATALOGUE_DIR: &str = "catalogue";
 /// The most that each of sled's caches, the index's and the catalogue's, is given of the sixteenth that is nobody's share.
 const MAX_INDEX_CACHE_BYTES: u64 = 4 << 20;
+/// The part of the memory that an index takes for which the disk has no room.
+const INDEX_IN_MEMORY_PART: u64 = 8;
 /// Of a connection's window, what is not for admitted streams: messages, and files that this node reads from the peer.
 const CONTROL_WINDOW_BYTES: u64 = 8 << 20;
 /// Of a connection's streams, those for hops that nobody admitted: they are refused, and must not hold up the others.
@@ -137,17 +140,32 @@ impl Daemon {
         let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
         let cache_bytes = (config.memory_bytes / 64).min(MAX_INDEX_CACHE_BYTES);
-        let (index, opened) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes)?;
+        let disk = Arc::new(disk);
+        // sled needs room to open, and its first failed write ends the daemon.
+        if let Err(error) = look_at_reserve(&*disk) {
+            tracing::warn!(%error, "looking at the reserve");
+        }
         let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
-        let failed = [index.failed(), maps.failed()];
-        let (store, found) = Store::open(
-            Arc::new(disk),
-            lock,
-            Arc::new(index),
-            membership.cluster,
-            &membership.name,
-        )?;
-        tracing::info!(?opened, ?found, "data folder opened");
+        let opened = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes);
+        let is_index_in_memory = opened.as_ref().is_err_and(KvError::is_full);
+        let (index, index_failed): (Arc<dyn Kv>, _) = match opened {
+            Ok((index, opened)) => {
+                tracing::info!(?opened, "index opened");
+                let failed = index.failed();
+                (Arc::new(index), failed)
+            }
+            Err(error) if error.is_full() => {
+                tracing::error!(%error, "the disk has no room for the index: it is kept in memory");
+                let bytes = config.memory_bytes / INDEX_IN_MEMORY_PART;
+                let index = MemoryKv::bounded(usize::try_from(bytes).unwrap_or(usize::MAX));
+                (Arc::new(index), CancellationToken::new())
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let failed = [index_failed, maps.failed()];
+        let (cluster, name) = (membership.cluster, &membership.name);
+        let (store, found) = Store::open(disk.clone(), lock, index, cluster, name)?;
+        tracing::info!(?found, "data folder opened");
         let clock = SystemClock::new();
         let transport = QuicTransport::listen(
             config.listen,
@@ -185,6 +203,10 @@ impl Daemon {
         };
         let node = Node::start(settings, parts)?;
         node.spawn(|node| node.stop_when(failed));
+        if is_index_in_memory {
+            node.fullness.index_is_in_memory();
+        }
+        node.spawn(|node| node.keep_reserve(disk));
         Ok(Self { node, address })
     }
 

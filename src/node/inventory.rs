@@ -2,7 +2,7 @@
 //! are read by while none answers (6).
 
 use super::Node;
-use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, TOMBSTONE, marked_save};
+use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, marked_save};
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record};
 use crate::id::{SaveId, ShardId, StripeId};
@@ -117,6 +117,7 @@ fn shard_holding(
     room: &mut usize,
 ) -> Result<(ShardHolding, Option<u32>), StoreError> {
     let scope = Scope::Shard(shard);
+    let is_of_save = shard.index() == u32::MAX;
     let leaves = store.get_small(scope, LEAVES)?;
     // A record that does not parse proves nothing; other nodes have theirs.
     let root = leaves.and_then(|bytes| Leaves::parse(&bytes).ok());
@@ -125,7 +126,7 @@ fn shard_holding(
         shard,
         mark: store.get_small(scope, MARK)?,
         root,
-        tombstone: store.get_small(scope, TOMBSTONE)?,
+        tombstone: if is_of_save { store.tombstone(shard.save())? } else { None },
         stripes: Vec::new(),
     };
     let wanted = (*room).max(1);

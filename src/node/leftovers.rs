@@ -48,6 +48,7 @@ impl Node {
         let (mut cursor, mut by) = (Cursor::default(), By::Nothing);
         loop {
             self.clock.sleep(self.settings.lease).await;
+            self.empty_slots().await;
             if self.has_returned.swap(false, Ordering::Relaxed) {
                 (cursor, by) = (Cursor::default(), By::Nothing);
             }

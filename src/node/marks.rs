@@ -16,14 +16,8 @@ pub(super) const LEAVES: &str = "leaves";
 pub(super) const MARK: &str = "commit";
 pub(super) const FENCE: &str = "fence";
 pub(super) const RECORD: &str = "record";
-pub(super) const TOMBSTONE: &str = "tombstone";
 /// What names of receipts begin with.
 pub(super) const RECEIPT_PREFIX: &str = "receipt-";
-
-/// Where records about a save as a whole are filed.
-pub(super) fn save_scope(save: SaveId) -> Scope {
-    Scope::Shard(ShardId::new(save, u32::MAX))
-}
 
 /// Name of a receipt.
 pub(super) fn receipt_name(attempt: crate::id::Attempt) -> String {
@@ -156,7 +150,7 @@ fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Fail
 
 /// Whether the save has a tombstone, or the grave that it left when its files were swept.
 fn is_buried(store: &Store, save: SaveId) -> Result<bool, StoreError> {
-    Ok(store.get_small(save_scope(save), TOMBSTONE)?.is_some() || store.is_entombed(save)?)
+    Ok(store.tombstone(save)?.is_some() || store.is_entombed(save)?)
 }
 
 /// What the commit mark of a shard says of its save, if it has a good one.

@@ -14,6 +14,7 @@ mod damage;
 mod dispatch;
 mod exam;
 mod failure;
+mod fullness;
 mod gateway;
 mod hosting;
 mod inventory;
@@ -193,6 +194,7 @@ pub struct Node {
     catching_up: catch_up::CatchingUp,
     mending: damage::Mending,
     damaged_records: exam::DamagedRecords,
+    fullness: fullness::Fullness,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -261,6 +263,7 @@ impl Node {
             catching_up: catch_up::CatchingUp::default(),
             mending: damage::Mending::default(),
             damaged_records: exam::DamagedRecords::default(),
+            fullness: fullness::Fullness::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),

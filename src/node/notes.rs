@@ -19,6 +19,7 @@ impl Node {
 
     pub(super) async fn notes(&self, quarantined: u64) -> Result<Vec<String>, Failure> {
         let mut notes: Vec<String> = self.hosting.note().into_iter().collect();
+        notes.extend(self.fullness_notes().await);
         let (found, aside) = self
             .on_store(|store| {
                 Ok::<_, crate::store::StoreError>((store.found(), store.quarantined()?))

@@ -2,9 +2,7 @@
 
 use super::Node;
 use super::failure::failure;
-use super::marks::{
-    LEAVES, MARK, RECEIPT_PREFIX, RECORD, TOMBSTONE, receipt_name, save_scope, tombstone,
-};
+use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, receipt_name, tombstone};
 use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{FileKey, FileName};
@@ -155,7 +153,7 @@ impl Node {
                 return Err(failure(Kind::Denied, text));
             }
             about_to(Stage::Tombstone, save);
-            store.put_small(save_scope(save), TOMBSTONE, &call.bytes)?;
+            store.put_tombstone(save, &call.bytes)?;
             store.raise_epoch(epoch).map_err(Failure::from)
         })
         .await?;

@@ -11,7 +11,6 @@ use futures_util::stream;
 use super::Node;
 use super::failure::failure;
 use super::hosting::tolerated;
-use super::marks::{TOMBSTONE, save_scope};
 use super::quorum::majority;
 use super::walk::Walk;
 use crate::catalogue::records::{
@@ -307,7 +306,7 @@ async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generati
 
 fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     // The tombstone, or the grave that it left, must be durable here: it is the evidence.
-    let has_tombstone = store.get_small(save_scope(save), TOMBSTONE)?.is_some();
+    let has_tombstone = store.tombstone(save)?.is_some();
     if !has_tombstone && !store.is_entombed(save)? {
         let text = format!("no tombstone of save {save} is here: nothing is removed");
         return Err(failure(Kind::Denied, text));
@@ -327,7 +326,7 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
     about_to(Stage::Grave, save);
     // Nothing is left to remove. The fence stays, in its small form; the tombstone goes when that is durable.
     if has_tombstone && store.entomb(save)? {
-        store.remove_small(save_scope(save), TOMBSTONE)?;
+        store.remove_tombstone(save)?;
     }
     Ok(bytes)
 }

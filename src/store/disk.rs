@@ -135,6 +135,9 @@ pub trait Disk: Send + Sync + 'static {
     /// Opens a file to read it.
     fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError>;
 
+    /// Opens a file to read it and to write in it.
+    fn open_to_write(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError>;
+
     /// Gives a file another name, over whatever file has it.
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError>;
 

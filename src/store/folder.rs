@@ -19,6 +19,7 @@ use super::reconcile::{Found, Reconciled};
 use super::sled_kv::{Opened, SledKv};
 use super::small::if_found;
 use super::stored_file::StoredFile;
+use super::tombstones::Slots;
 use crate::format::FormatError;
 use crate::format::envelope::{RecordKind, open_envelope, open_record, seal_record};
 use crate::format::file::FileKey;
@@ -60,6 +61,7 @@ struct Inner {
     noting: Mutex<()>,
     next_quarantine: AtomicU64,
     graves: Mutex<()>,
+    slots: Mutex<Slots>,
     damaged: Mutex<Notes>,
     found: OnceLock<Found>,
     _lock: DiskLock,
@@ -105,6 +107,7 @@ impl Store {
             noting: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
             graves: Mutex::default(),
+            slots: Mutex::default(),
             damaged: Mutex::default(),
             found: OnceLock::new(),
             _lock: lock,
@@ -113,6 +116,7 @@ impl Store {
         store.check_identity(&identity)?;
         *store.seen() = store.seen_on_disk()?.unwrap_or_default();
         *store.heard() = store.heard_on_disk();
+        store.open_slots()?;
         let found = store.reconcile()?;
         let counts = found.counts;
         let _ = store.inner.found.set(found);
@@ -220,6 +224,10 @@ impl Store {
         &self.inner.graves
     }
 
+    pub(super) fn slots_of_folder(&self) -> &Mutex<Slots> {
+        &self.inner.slots
+    }
+
     pub(super) fn next_quarantine(&self) -> &AtomicU64 {
         &self.inner.next_quarantine
     }
@@ -305,8 +313,15 @@ impl Store {
         &self,
         after: Option<ShardId>,
     ) -> Result<impl Iterator<Item = ShardId>, StoreError> {
-        let shards = self.disk().folders(SHARDS)?.into_iter().filter_map(|name| name.parse().ok());
-        Ok(shards.filter(move |shard| after.is_none_or(|after| *shard > after)))
+        let names = self.disk().folders(SHARDS)?;
+        let mut shards: Vec<ShardId> = names.iter().filter_map(|name| name.parse().ok()).collect();
+        let in_slots = self.shards_in_slots();
+        if !in_slots.is_empty() {
+            shards.extend(in_slots);
+            shards.sort_unstable();
+            shards.dedup();
+        }
+        Ok(shards.into_iter().filter(move |shard| after.is_none_or(|after| *shard > after)))
     }
 
     /// At most `limit` of [`Store::shards`].

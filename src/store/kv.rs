@@ -48,6 +48,14 @@ pub enum KvError {
         /// The folder.
         path: String,
     },
+    /// It is in memory, and that is used up.
+    #[error(
+        "the disk has no room for the index, and more files are here than {limit_bytes} bytes of memory can list: free space on the disk and start the daemon again, or raise `memory`"
+    )]
+    NoMemory {
+        /// What it may take.
+        limit_bytes: usize,
+    },
     /// The system refused.
     #[error("cannot {op} {path}: {source}")]
     Io {
@@ -67,8 +75,14 @@ impl KvError {
             Self::InUse { .. } => Kind::Exists,
             Self::TooLong { .. } => Kind::Invalid,
             Self::Damaged { .. } => Kind::Corrupt,
-            Self::Failed { .. } | Self::Io { .. } => Kind::Io,
+            Self::Failed { .. } | Self::NoMemory { .. } | Self::Io { .. } => Kind::Io,
         }
+    }
+
+    /// Whether it is that the disk has no room.
+    pub fn is_full(&self) -> bool {
+        use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+        matches!(self, Self::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
     }
 }
 

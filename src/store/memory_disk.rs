@@ -162,6 +162,10 @@ impl Disk for MemoryDisk {
         }
     }
 
+    fn open_to_write(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        self.open(path)
+    }
+
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
         self.begin(from, Effect::Change)?;
         let ((from_dir, from_name), (to_dir, to_name)) = (self.place(from)?, self.place(to)?);

@@ -14,6 +14,8 @@
 //! tmp/                        files being written, emptied at open
 //! epoch, members, heard       what the node remembers of its cluster and of the catalogue
 //! graves/                     ids of removed saves whose files are gone
+//! slots                       tombstones for which the disk has no room
+//! reserve                     space that is given up when the disk is nearly full
 //! quarantine/                 files moved aside, each with a `.why`
 //! shards/SHARD/INDEX/damage-* damage notes, small records of a stripe
 //! shards/SHARD/NAME           small records of a shard
@@ -36,10 +38,12 @@ mod piece_writer;
 mod quarantine;
 mod real_disk;
 mod reconcile;
+mod reserve;
 pub mod sled_kv;
 mod small;
 mod stored_file;
 mod temporary;
+mod tombstones;
 
 pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
 pub use damage::{Look, Source, SourceFile};
@@ -52,6 +56,7 @@ pub use memory_kv::MemoryKv;
 pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
 pub use reconcile::{Found, Reconciled};
+pub use reserve::{ReserveState, look_at_reserve};
 pub use sled_kv::{SledKv, SledMaps};
 pub use small::{MAX_SMALL_BYTES, Scope};
 pub use stored_file::StoredFile;

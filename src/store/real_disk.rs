@@ -74,6 +74,12 @@ impl Disk for RealDisk {
         Ok(Box::new(RealFile::new(file, path, false)))
     }
 
+    fn open_to_write(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        let path = self.full(path)?;
+        let file = OpenOptions::new().read(true).write(true).open(&path);
+        Ok(Box::new(RealFile::new(file.map_err(during("open", &path))?, path, true)))
+    }
+
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
         let (from, to) = (self.full(from)?, self.full(to)?);
         fs::rename(&from, &to).map_err(during("rename", &from))

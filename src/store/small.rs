@@ -108,6 +108,15 @@ impl Store {
         self.get_record(&scope.path(name)?)
     }
 
+    /// Writes a temporary file and removes it: whether the folder takes writes.
+    pub fn try_to_write(&self) -> Result<(), StoreError> {
+        let temporary = self.names().temporary();
+        let written = self.disk().create_new(&temporary).and_then(|file| file.write_at(&[1], 0));
+        // Where it was not made there is nothing to remove.
+        let _ = self.disk().remove(&temporary);
+        Ok(written?)
+    }
+
     /// As [`get_small`](Self::get_small), from the medium instead of the page cache.
     pub fn get_small_past_cache(
         &self,

@@ -7,6 +7,7 @@ use rapidraid::kind::Kind;
 use rapidraid::store::Disk;
 use rapidraid::wire::calls::PlanChoice;
 
+use crate::world::power::Leaves;
 use crate::world::{World, content, job, options, quiet, read_file, restore, save, shard};
 
 const MARK_PERCENT: u64 = 85;
@@ -106,4 +107,64 @@ async fn an_archiving_that_meets_a_full_disk_ends_at_once_and_names_the_node() {
     // Somebody makes room, and a daemon goes on by itself.
     disk.set_capacity(1 << 30);
     world.until("archived", || world.catalogue_keys("a/").is_empty()).await;
+}
+
+/// No disk but that of the catalogue has room for one more byte: a step is removed everywhere all the same, and that lasts over a power cut.
+#[tokio::test(start_paused = true)]
+async fn full_disks_are_emptied_by_removals() {
+    let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let client = world.client_of(0);
+    let bytes = content(1_000_000, 1);
+    for step in 1..=3 {
+        save(&client, step, &[("a", &bytes)]).await;
+    }
+    for machine in &world.machines[1..] {
+        machine.disk.set_capacity(used_bytes(&*machine.disk));
+    }
+    let before: Vec<u64> = world.machines[1..].iter().map(|m| used_bytes(&*m.disk)).collect();
+    let answer = client.remove(&job(), Step(1)).await.unwrap();
+    assert_eq!((answer.confirmed, answer.waiting), (6, vec![]));
+    for (machine, before) in world.machines[1..].iter().zip(before) {
+        assert!(used_bytes(&*machine.disk) < before, "{} has removed nothing", machine.name);
+    }
+    // Again, with a node that is away, and another one that loses its power right afterwards.
+    for machine in &world.machines[1..] {
+        machine.disk.set_capacity(used_bytes(&*machine.disk));
+    }
+    world.kill(5).await;
+    let removed = client.remove(&job(), Step(2)).await.unwrap();
+    assert_eq!(removed.waiting.len(), 1);
+    world.lose_unsynced(4, Leaves::Synced).await;
+    world.boot(4);
+    world.boot(5);
+    world.until_live(6).await;
+    for machine in &world.machines {
+        machine.disk.set_capacity(1 << 30);
+    }
+    world.until("both are swept", || world.catalogue_keys("s/").len() == 1).await;
+    let (out, _) = restore(&client, 3).await.unwrap();
+    assert!(read_file(&*out, "a") == bytes);
+    world.assert_swept(&client).await;
+    world.assert_idle().await;
+}
+
+/// What a node notes of its cluster does not fit on its disk: it stays a node, and learns the list when there is room.
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_disk_is_full_stays_registered() {
+    let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("a", &content(300_000, 1))]).await;
+    let disk = world.machines[3].disk.clone();
+    disk.set_capacity(used_bytes(&*disk));
+    world.grow(1);
+    world.until_live(7).await;
+    tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+    let status = client.status().await.unwrap();
+    assert!(status.nodes.iter().all(|node| node.view.live), "{:?}", status.nodes);
+    let notes = status.nodes[3].held.as_ref().unwrap().notes.join("\n");
+    assert!(notes.contains("takes no writes") && notes.contains("no space left"), "{notes}");
+    disk.set_capacity(1 << 30);
+    let store = world.nodes[&3].store().clone();
+    world.until("the list is stored", || store.members().unwrap().nodes.len() == 7).await;
+    world.assert_idle().await;
 }

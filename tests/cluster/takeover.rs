@@ -414,6 +414,9 @@ impl<F: FnOnce() + Send + 'static> Disk for Hooked<F> {
         self.at(Moment::BeforePlan);
         self.inner.open(path)
     }
+    fn open_to_write(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
+        self.inner.open_to_write(path)
+    }
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
         self.inner.rename(from, to)
     }

@@ -9,7 +9,8 @@ use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT};
 use crate::machine::files_below;
 
 /// What a data folder may have when no checkpoint is committed.
-const KEPT: [&str; 6] = ["lock", "node.id", "epoch", "heard", "members", "catch-up"];
+const KEPT: [&str; 8] =
+    ["lock", "node.id", "epoch", "heard", "members", "catch-up", "slots", "reserve"];
 const KEPT_BELOW: [&str; 3] = ["index/", "catalogue/", "graves/"];
 /// A map that an interrupted rebuild began is set aside by the next one.
 const KEPT_ASIDE: &str = "catalogue.broken-";

@@ -242,13 +242,18 @@ impl Cluster {
 
     /// A cluster whose nodes are all live.
     pub fn start(nodes: usize, set: &[&str]) -> Self {
-        let mut cluster = Self::files(nodes, set);
+        Self::files(nodes, set).started(nodes)
+    }
+
+    /// The same with its daemons, when all are live.
+    pub fn started(mut self, nodes: usize) -> Self {
+        let cluster = &mut self;
         let start = |at: usize| Daemon::start(cluster.folder.path(), &cluster.config(at), &[]);
         let daemons: Vec<Daemon> = (1..=nodes).map(start).collect();
         cluster.daemons = daemons.into_iter().map(Daemon::ready).collect();
         let live = |all: &[Value]| all.iter().filter(|node| node["live"] == true).count();
         cluster.until("all nodes are live", |all| live(all) == nodes);
-        cluster
+        self
     }
 
     /// Waits until `status` shows such nodes.

@@ -1,0 +1,70 @@
+//! A disk that is full, or takes no writes: what is given up for it, and what people are told (docs/semantics.md, 7, *A full disk*).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::Node;
+use crate::store::{Disk, ReserveState, look_at_reserve};
+
+/// Between two looks at how much is free.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// What is otherwise than usual because the disk is full.
+#[derive(Default)]
+pub(super) struct Fullness {
+    is_reserve_given_up: AtomicBool,
+    is_index_in_memory: AtomicBool,
+}
+
+impl Fullness {
+    pub(super) fn index_is_in_memory(&self) {
+        self.is_index_in_memory.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Node {
+    /// Gives the reserve up and sets it aside again.
+    pub(super) async fn keep_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
+        loop {
+            let disk = disk.clone();
+            let looked = self
+                .on_store(move |_| look_at_reserve(&*disk).map_err(crate::store::StoreError::from));
+            match looked.await {
+                Ok(state) => {
+                    let is_given_up = state == ReserveState::GivenUp;
+                    self.fullness.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
+                }
+                Err(error) => tracing::warn!(%error, "looking at the reserve"),
+            }
+            self.clock.sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Gives tombstones in slots their files, where there is room now.
+    pub(super) async fn empty_slots(&self) {
+        if let Err(error) = self.on_store(|store| store.empty_slots()).await {
+            tracing::debug!(%error, "tombstones stay in their slots");
+        }
+    }
+
+    /// What an operator should do about the disk.
+    pub(super) async fn fullness_notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if let Err(error) = self.on_store(|store| store.try_to_write()).await {
+            notes.push(format!(
+                "its data folder takes no writes ({error}): nothing is stored there"
+            ));
+        }
+        if self.fullness.is_reserve_given_up.load(Ordering::Relaxed) {
+            notes.push(
+                "its disk is nearly full: free space, or remove checkpoints (`rapidraid rm`)"
+                    .into(),
+            );
+        }
+        if self.fullness.is_index_in_memory.load(Ordering::Relaxed) {
+            notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is".into());
+        }
+        notes
+    }
+}

@@ -1,0 +1,121 @@
+//! Space that is set aside and given up when the disk is nearly full (docs/semantics.md, 7, *A full disk*).
+
+use super::disk::{Disk, DiskError};
+use super::names::TMP;
+use super::small::if_found;
+
+/// The file whose blocks are the reserve, in the data folder.
+const RESERVE: &str = "reserve";
+/// The most that is set aside, and its part of a small disk.
+const MAX_RESERVE_BYTES: u64 = 16 << 20;
+const RESERVE_PART: u64 = 16;
+/// It is set aside when so many times as much is free.
+const PLENTY: u64 = 4;
+
+/// Whether the reserve is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReserveState {
+    /// It is set aside.
+    SetAside,
+    /// It was given up, and the disk has not room enough yet to set it aside again.
+    GivenUp,
+}
+
+/// Gives the reserve up when less than its length is free, and sets it aside when there is plenty.
+pub fn look_at_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
+    let space = disk.space()?;
+    let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);
+    let is_there = if_found(disk.open(RESERVE))?.is_some();
+    if is_there && space.free_bytes >= bytes {
+        return Ok(ReserveState::SetAside);
+    }
+    if is_there {
+        disk.remove(RESERVE)?;
+        tracing::warn!(
+            free_bytes = space.free_bytes,
+            reserve_bytes = bytes,
+            "the disk is nearly full: the reserve is given up, so that checkpoints can be removed"
+        );
+        disk.sync_dir("")?;
+        return Ok(ReserveState::GivenUp);
+    }
+    if space.free_bytes < PLENTY * bytes {
+        return Ok(ReserveState::GivenUp);
+    }
+    let temporary = format!("{TMP}/{RESERVE}");
+    let made = disk.create_new(&temporary).and_then(|file| {
+        file.reserve(bytes)?;
+        file.sync()?;
+        disk.rename(&temporary, RESERVE)?;
+        disk.sync_dir("")
+    });
+    if made.is_err() {
+        let _ = disk.remove(&temporary);
+    }
+    made.map(|()| ReserveState::SetAside)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryDisk;
+
+    const TOTAL: u64 = 1 << 20;
+
+    fn disk() -> MemoryDisk {
+        let disk = MemoryDisk::new(TOTAL);
+        disk.create_dir(TMP).unwrap();
+        disk.sync_dir("").unwrap();
+        disk
+    }
+
+    fn write(disk: &MemoryDisk, bytes: u64) -> Result<(), DiskError> {
+        let file = disk.create_new("foreign")?;
+        file.write_at(&vec![1; bytes as usize], 0)
+    }
+
+    #[test]
+    fn it_is_given_up_when_little_is_free_and_set_aside_when_there_is_plenty() {
+        let (disk, reserve) = (disk(), TOTAL / RESERVE_PART);
+        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::SetAside);
+        assert_eq!(disk.space().unwrap().free_bytes, TOTAL - reserve);
+        write(&disk, TOTAL - 2 * reserve).unwrap();
+        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::SetAside, "as much is free");
+        disk.set_capacity(TOTAL - reserve);
+        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::GivenUp);
+        assert!(disk.space().unwrap().free_bytes >= reserve / 2, "what it held is free");
+        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::GivenUp);
+        disk.set_capacity(TOTAL);
+        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::GivenUp, "that is not plenty");
+        disk.remove("foreign").unwrap();
+        disk.sync_dir("").unwrap();
+        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::SetAside);
+    }
+
+    #[test]
+    fn a_power_cut_or_an_error_at_any_operation_leaves_it_there_or_not() {
+        for failing in 0..12 {
+            for is_full in [false, true] {
+                let disk = disk();
+                if is_full {
+                    look_at_reserve(&disk).unwrap();
+                    write(&disk, TOTAL - 2 * TOTAL / RESERVE_PART).unwrap();
+                    disk.set_capacity(TOTAL - TOTAL / RESERVE_PART);
+                }
+                disk.fail_after(failing);
+                let looked = look_at_reserve(&disk);
+                for after in [disk.crash(), disk.crash_torn(failing)] {
+                    after.set_capacity(TOTAL);
+                    let _ = after.remove("foreign");
+                    let left = after.list(TMP).unwrap_or_default();
+                    left.iter().for_each(|entry| {
+                        after.remove(&format!("{TMP}/{}", entry.name)).unwrap();
+                    });
+                    after.sync_all().unwrap();
+                    let again = look_at_reserve(&after).unwrap();
+                    assert_eq!(again, ReserveState::SetAside, "{failing}: {looked:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Tombstones: files where there is room for one, and slots of a file that is there already where there is none
+//! (docs/semantics.md, 7, *A full disk*).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{MutexGuard, PoisonError};
+
+use super::StoreError;
+use super::disk::{DiskError, DiskFile};
+use super::folder::Store;
+use super::small::{Scope, if_found};
+use crate::format::envelope::record_len;
+use crate::format::records::{Record, Tombstone};
+use crate::id::{SaveId, ShardId};
+
+/// The file of the slots, in the data folder.
+const SLOTS: &str = "slots";
+/// The length of a slot: a sector of any disk, so that a slot is written whole or not.
+const SLOT_BYTES: usize = 512;
+/// How many there are.
+const SLOT_COUNT: usize = 128;
+/// The name of a tombstone's file.
+const TOMBSTONE: &str = "tombstone";
+
+/// The slots of a folder. Without a file there are none.
+#[derive(Default)]
+pub(super) struct Slots {
+    file: Option<Box<dyn DiskFile>>,
+    held: BTreeMap<SaveId, Slot>,
+    /// Slots whose last write failed: nobody knows what they hold until the next start.
+    unknown: BTreeSet<usize>,
+}
+
+struct Slot {
+    number: usize,
+    bytes: Vec<u8>,
+}
+
+impl Slots {
+    fn write(&mut self, number: usize, bytes: &[u8]) -> Result<(), StoreError> {
+        let path = || SLOTS.to_owned();
+        let file = self.file.as_ref().ok_or_else(|| DiskError::Full { path: path() })?;
+        let mut slot = bytes.to_vec();
+        slot.resize(SLOT_BYTES, 0);
+        let written = file.write_at(&slot, (number * SLOT_BYTES) as u64);
+        let written = written.and_then(|()| file.sync());
+        if written.is_err() {
+            self.unknown.insert(number);
+        }
+        Ok(written?)
+    }
+
+    fn free(&self) -> Option<usize> {
+        let held: BTreeSet<usize> = self.held.values().map(|slot| slot.number).collect();
+        (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unknown.contains(number))
+    }
+
+    /// The tombstones in these bytes, by their slots.
+    fn parse(bytes: &[u8]) -> BTreeMap<SaveId, Slot> {
+        let mut held = BTreeMap::new();
+        for (number, slot) in bytes.chunks(SLOT_BYTES).enumerate() {
+            let Some(bytes) = record_len(slot).and_then(|len| slot.get(..len)) else { continue };
+            match Tombstone::parse(bytes) {
+                Ok(tombstone) => {
+                    held.insert(tombstone.save, Slot { number, bytes: bytes.to_vec() });
+                }
+                Err(error) => tracing::warn!(number, %error, "a slot holds no tombstone"),
+            }
+        }
+        held
+    }
+}
+
+/// Where records about a save as a whole are filed.
+fn scope_of(save: SaveId) -> Scope {
+    Scope::Shard(shard_of(save))
+}
+
+fn shard_of(save: SaveId) -> ShardId {
+    ShardId::new(save, u32::MAX)
+}
+
+impl Store {
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots_of_folder().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the slots at the start, and makes the file when there is none. Without room for it there are no slots.
+    pub(super) fn open_slots(&self) -> Result<(), StoreError> {
+        let mut bytes = vec![0; SLOT_BYTES * SLOT_COUNT];
+        let mut held = BTreeMap::new();
+        if let Some(file) = if_found(self.disk().open_to_write(SLOTS))? {
+            let len = usize::try_from(file.len_bytes()?).unwrap_or(usize::MAX).min(bytes.len());
+            file.read_at(&mut bytes[..len], 0)?;
+            held = Slots::parse(&bytes);
+            if len == SLOT_BYTES * SLOT_COUNT {
+                *self.slots() = Slots { file: Some(file), held, unknown: BTreeSet::new() };
+                return Ok(());
+            }
+        }
+        let file = match self.make_slots(&bytes) {
+            Ok(file) => Some(file),
+            Err(error) => {
+                tracing::warn!(%error, "there is no room for the slots: on a full disk nothing can be removed");
+                None
+            }
+        };
+        *self.slots() = Slots { file, held, unknown: BTreeSet::new() };
+        Ok(())
+    }
+
+    fn make_slots(&self, bytes: &[u8]) -> Result<Box<dyn DiskFile>, StoreError> {
+        let temporary = self.names().temporary();
+        let made = self.disk().create_new(&temporary).and_then(|file| {
+            file.write_at(bytes, 0)?;
+            file.sync()
+        });
+        let made = made.and_then(|()| self.names().publish(&temporary, SLOTS, || Ok(())));
+        if made.is_err() {
+            let _ = self.disk().remove(&temporary);
+        }
+        made?;
+        Ok(self.disk().open_to_write(SLOTS)?)
+    }
+
+    /// Stores the tombstone of a save and returns when it is durable. It takes a slot when the disk is full.
+    pub fn put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
+        let full = match self.put_small(scope_of(save), TOMBSTONE, bytes) {
+            Err(full @ StoreError::Disk(DiskError::Full { .. })) => full,
+            put => return put,
+        };
+        let mut slots = self.slots();
+        if slots.held.contains_key(&save) {
+            return Ok(());
+        }
+        let number = slots.free().filter(|_| slots.file.is_some() && bytes.len() <= SLOT_BYTES);
+        let Some(number) = number else { return Err(full) };
+        slots.write(number, bytes)?;
+        slots.held.insert(save, Slot { number, bytes: bytes.to_vec() });
+        tracing::warn!(%save, number, "the disk is full: a tombstone takes a slot");
+        Ok(())
+    }
+
+    /// The tombstone of a save, or `None`.
+    pub fn tombstone(&self, save: SaveId) -> Result<Option<Vec<u8>>, StoreError> {
+        let file = self.get_small(scope_of(save), TOMBSTONE)?;
+        Ok(file.or_else(|| self.slots().held.get(&save).map(|slot| slot.bytes.clone())))
+    }
+
+    /// Removes the tombstone of a save and returns when that is durable.
+    pub fn remove_tombstone(&self, save: SaveId) -> Result<(), StoreError> {
+        self.remove_small(scope_of(save), TOMBSTONE)?;
+        self.free_slot(save)
+    }
+
+    fn free_slot(&self, save: SaveId) -> Result<(), StoreError> {
+        let mut slots = self.slots();
+        let Some(number) = slots.held.get(&save).map(|slot| slot.number) else { return Ok(()) };
+        slots.write(number, &[])?;
+        slots.held.remove(&save);
+        Ok(())
+    }
+
+    /// Gives each tombstone in a slot a file, where there is room now. Slots of saves that have their graves are freed.
+    pub fn empty_slots(&self) -> Result<(), StoreError> {
+        let held: Vec<(SaveId, Vec<u8>)> =
+            self.slots().held.iter().map(|(save, slot)| (*save, slot.bytes.clone())).collect();
+        for (save, bytes) in held {
+            if !self.is_entombed(save)? {
+                self.put_small(scope_of(save), TOMBSTONE, &bytes)?;
+            }
+            self.free_slot(save)?;
+        }
+        Ok(())
+    }
+
+    /// The shards under which tombstones in slots are listed, in order.
+    pub(super) fn shards_in_slots(&self) -> BTreeSet<ShardId> {
+        self.slots().held.keys().map(|save| shard_of(*save)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::format::records::RemoveReason;
+    use crate::id::{ClusterId, Epoch, Generation};
+    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+
+    const CAPACITY: u64 = 1 << 20;
+
+    fn open(disk: &MemoryDisk) -> Store {
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let (name, kv) = ("node-1".parse().unwrap(), Arc::new(MemoryKv::new()));
+        Store::open(Arc::new(disk.clone()), lock, kv, ClusterId([1; 16]), &name).unwrap().0
+    }
+
+    fn save(number: u8) -> SaveId {
+        SaveId([number; 12])
+    }
+
+    fn tombstone(number: u8) -> Vec<u8> {
+        let generation = Generation { epoch: Epoch(1), counter: 4 };
+        let (cluster, reason) = (ClusterId([1; 16]), RemoveReason::Deleted);
+        Tombstone { cluster, save: save(number), generation, reason }.to_bytes().unwrap()
+    }
+
+    fn fill(disk: &MemoryDisk) {
+        let used = disk.space().unwrap();
+        disk.set_capacity(used.total_bytes - used.free_bytes);
+    }
+
+    #[test]
+    fn a_full_disk_takes_tombstones_and_they_are_as_others() {
+        let disk = MemoryDisk::new(CAPACITY);
+        let store = open(&disk);
+        store.put_tombstone(save(9), &tombstone(9)).unwrap();
+        fill(&disk);
+        for number in [5, 3, 5] {
+            store.put_tombstone(save(number), &tombstone(number)).unwrap();
+        }
+        drop(store);
+        let disk = disk.crash();
+        let store = open(&disk);
+        for number in [3, 5, 9] {
+            assert_eq!(store.tombstone(save(number)).unwrap(), Some(tombstone(number)));
+        }
+        assert_eq!(store.tombstone(save(4)).unwrap(), None);
+        let listed: Vec<ShardId> = store.shards(None).unwrap().collect();
+        assert_eq!(listed, [3, 5, 9].map(|number| shard_of(save(number))));
+        let behind: Vec<ShardId> = store.shards(Some(shard_of(save(3)))).unwrap().collect();
+        assert_eq!(behind, [5, 9].map(|number| shard_of(save(number))));
+        assert!(store.empty_slots().is_err(), "there is still no room");
+        // With room they get files, or their graves, and the slots are free.
+        disk.set_capacity(CAPACITY);
+        assert!(store.entomb(save(3)).unwrap());
+        store.remove_tombstone(save(3)).unwrap();
+        store.empty_slots().unwrap();
+        assert!(store.slots().held.is_empty());
+        drop(store);
+        let disk = disk.crash();
+        let store = open(&disk);
+        assert!(store.slots().held.is_empty());
+        let there = [3, 5, 9].map(|number| store.tombstone(save(number)).unwrap().is_some());
+        assert_eq!(there, [false, true, true]);
+        assert!(store.is_entombed(save(3)).unwrap());
+    }
+
+    #[test]
+    fn slots_end_and_are_used_again() {
+        let disk = MemoryDisk::new(CAPACITY);
+        let store = open(&disk);
+        fill(&disk);
+        for number in 0..SLOT_COUNT as u8 {
+            store.put_tombstone(save(number), &tombstone(number)).unwrap();
+        }
+        let more = store.put_tombstone(save(200), &tombstone(200));
+        assert!(matches!(more, Err(StoreError::Disk(DiskError::Full { .. }))));
+        store.remove_tombstone(save(70)).unwrap();
+        store.put_tombstone(save(200), &tombstone(200)).unwrap();
+        drop(store);
+        let store = open(&disk.crash());
+        assert!(store.tombstone(save(200)).unwrap().is_some());
+        assert!(store.tombstone(save(70)).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_was_acknowledged_survives_a_power_cut_at_every_operation() {
+        for failing in 0..40 {
+            for seed in 0..4 {
+                let disk = MemoryDisk::new(CAPACITY);
+                let store = open(&disk);
+                fill(&disk);
+                store.put_tombstone(save(1), &tombstone(1)).unwrap();
+                disk.fail_after(failing);
+                let second = store.put_tombstone(save(2), &tombstone(2));
+                let is_gone = store.remove_tombstone(save(1)).is_ok();
+                drop(store);
+                let store = open(&disk.crash_torn(seed));
+                let has = |number| store.tombstone(save(number)).unwrap().is_some();
+                assert!(second.is_err() || has(2), "operation {failing}, {seed}");
+                assert!(has(1) || is_gone || second.is_ok() || failing > 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_of_another_length_is_made_again_with_what_it_holds() {
+        let disk = MemoryDisk::new(CAPACITY);
+        let store = open(&disk);
+        fill(&disk);
+        store.put_tombstone(save(1), &tombstone(1)).unwrap();
+        drop(store);
+        disk.truncate(SLOTS, 3 * SLOT_BYTES as u64 + 9).unwrap();
+        disk.set_capacity(CAPACITY);
+        let store = open(&disk);
+        assert!(store.tombstone(save(1)).unwrap().is_some());
+        drop(store);
+        let disk = disk.crash();
+        let len = disk.open(SLOTS).unwrap().len_bytes().unwrap();
+        assert_eq!(len, (SLOT_BYTES * SLOT_COUNT) as u64);
+        assert!(open(&disk).tombstone(save(1)).unwrap().is_some());
+        // Foreign bytes are no tombstones, and no reason not to start.
+        let file = disk.open(SLOTS).unwrap();
+        file.write_at(&[0xff; SLOT_BYTES * SLOT_COUNT], 0).unwrap();
+        assert!(open(&disk).tombstone(save(1)).unwrap().is_none());
+    }
+}

@@ -1,0 +1,157 @@
+//! A node whose disk is full, with real daemons. It needs a file system of its own, which only root may mount.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::machine::{Cluster, Daemon, bytes, tree};
+
+/// The disk of one node.
+struct Tmpfs(PathBuf);
+
+impl Tmpfs {
+    /// Mounts one, or says why not.
+    fn mount(path: PathBuf, size: &str) -> Option<Self> {
+        std::fs::create_dir_all(&path).unwrap();
+        let options = format!("size={size},mode=700");
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &options, "rapidraid-test"])
+            .arg(&path)
+            .output();
+        match mounted {
+            Ok(done) if done.status.success() => Some(Self(path)),
+            other => {
+                eprintln!("skipped: no file system can be mounted here: {other:?}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// Writes zeros until nothing more fits.
+fn fill(path: &Path) {
+    let mut file = File::options().append(true).create(true).open(path).unwrap();
+    for len in [1 << 20, 4096, 1] {
+        while file.write_all(&vec![0; len]).is_ok() {}
+    }
+}
+
+/// Somebody who takes every byte that is free, until this is dropped.
+struct Filler(Arc<AtomicBool>, Option<JoinHandle<()>>);
+
+impl Filler {
+    fn start(path: PathBuf) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = stop.clone();
+        let work = std::thread::spawn(move || {
+            while !seen.load(Ordering::Relaxed) {
+                fill(&path);
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        Self(stop, Some(work))
+    }
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+        self.1.take().into_iter().for_each(|work| work.join().unwrap());
+    }
+}
+
+/// Files of checkpoints on a node's disk.
+fn stored(disk: &Tmpfs) -> usize {
+    let files = tree(&disk.0.join("shards"));
+    files.iter().filter(|(name, _)| name.ends_with(".rep") || name.ends_with(".pc")).count()
+}
+
+fn start_with_disk(at: usize, size: &str) -> Option<(Cluster, Tmpfs)> {
+    let set = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"];
+    let cluster = Cluster::files(6, &set);
+    let disk = Tmpfs::mount(cluster.path(&format!("cluster/nodes/n{at}/data")), size)?;
+    Some((cluster.started(6), disk))
+}
+
+fn kill_and_start(cluster: &mut Cluster, at: usize) {
+    let daemon = cluster.daemons.remove(at - 1);
+    drop(daemon);
+    let started = Daemon::start(cluster.folder.path(), &cluster.config(at), &[]).ready();
+    cluster.daemons.insert(at - 1, started);
+}
+
+/// The home's disk is filled once: it says so, is emptied by `rm`, and starts again after a kill.
+#[test]
+fn a_home_whose_disk_is_full_is_emptied_by_rm() {
+    let Some((mut cluster, disk)) = start_with_disk(1, "64m") else { return };
+    let data = bytes(6_000_000, 1);
+    cluster.write("weights", &data);
+    for step in 1..=2 {
+        cluster.run(&format!("save job/{step} weights")).ok();
+    }
+    let before = stored(&disk);
+    assert!(before > 0);
+    fill(&disk.0.join("foreign"));
+    cluster.until("status says that the disk is full", |nodes| {
+        nodes[0]["notes"].to_string().contains("nearly full")
+    });
+    kill_and_start(&mut cluster, 1);
+    cluster.until("it is back", |nodes| nodes.iter().all(|node| node["live"] == true));
+    let removed = cluster.run("rm job/1");
+    assert_eq!(removed.code, 0, "{removed:?}");
+    let started = Instant::now();
+    while stored(&disk) == before {
+        assert!(started.elapsed() < Duration::from_secs(60), "nothing was removed: {removed:?}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    cluster.run("restore job/2 --out out").ok();
+    assert!(cluster.read("out/weights") == data);
+}
+
+/// A foreign writer takes every byte of another node's disk and does not stop: archiving ends and names the node, the node starts after a
+/// kill, and `rm` removes what it has.
+#[test]
+fn a_node_is_emptied_though_somebody_takes_every_byte() {
+    let Some((mut cluster, disk)) = start_with_disk(4, "64m") else { return };
+    let data = bytes(6_000_000, 2);
+    cluster.write("weights", &data);
+    for step in 1..=2 {
+        cluster.run(&format!("save job/{step} weights")).ok();
+    }
+    let filler = Filler::start(disk.0.join("foreign"));
+    std::thread::sleep(Duration::from_secs(2));
+    let archived = cluster.run("archive job/2");
+    archived.fails(1, &["n4"]);
+    kill_and_start(&mut cluster, 4);
+    cluster.run("restore job/2 --out out").ok();
+    assert!(cluster.read("out/weights") == data);
+    for step in 1..=2 {
+        let removed = cluster.run(&format!("rm job/{step}"));
+        assert_eq!(removed.code, 0, "{removed:?}");
+    }
+    let started = Instant::now();
+    while stored(&disk) > 0 {
+        assert!(started.elapsed() < Duration::from_secs(90), "{} files stay", stored(&disk));
+        if cluster.daemons[3].child.try_wait().unwrap().is_some() {
+            // A map of sled has failed; who runs daemons starts them again.
+            kill_and_start(&mut cluster, 4);
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    drop(filler);
+    std::fs::remove_file(disk.0.join("foreign")).unwrap();
+    kill_and_start(&mut cluster, 4);
+    cluster.run("save job/3 weights").ok();
+    cluster.until("nothing is left to say", |nodes| nodes[3]["notes"] == serde_json::json!([]));
+}

@@ -386,13 +386,15 @@ Examples:
   rapidraid verify gpt/1200 --quick      reads one copy of everything, as a restore does
 
 Every node reads its replicas, pieces and records of the checkpoint from its disk; no data crosses
-the network. Damage is noted there, and `status` shows it; no file is moved or changed. The exit
+the network. Damage is noted there, and `status` shows it; verify itself moves and changes no file.
+Nodes mend replicas that they know to be damaged within the hour, with --mend at once. The exit
 code is 1 when something is damaged or missing on a node that answers, or when the checkpoint
 cannot be read from those that do. The step may be `latest`, the greatest that is committed.
 
 With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node,
-reason), faults (node, shard, stripe, part, wrong), fault_count, mended (as faults), survives (how
-many more nodes may be lost, null when it cannot be read now), weakest (shard, stripe), incidents.
+reason), failures (as away), faults (node, shard, stripe, part, wrong), fault_count, lacking and
+mended (as faults), survives (how many more nodes may be lost, null when it is not certain that the
+checkpoint can be read now), weakest (shard, stripe), incidents.
 With --quick the fields of `restore`.";
 
 /// Options of `verify`.

@@ -14,7 +14,7 @@ use crate::client::{Away, Fault, Held, VerifyReport, Wrong};
 use crate::clock::{Clock, SystemClock};
 use crate::units::ByteCount;
 
-/// Faults that are shown; JSON has them all.
+/// Faults that are shown; JSON has more.
 const LISTED: usize = 20;
 
 /// The command `verify`.
@@ -86,7 +86,8 @@ fn by_reason(away: &[Away]) -> Vec<String> {
 
 impl Verified {
     fn is_bad(&self) -> bool {
-        self.report.fault_count > 0 || self.report.survives.is_none()
+        let report = &self.report;
+        report.fault_count > 0 || report.survives.is_none() || !report.failures.is_empty()
     }
 
     /// How many more nodes may be lost.
@@ -99,7 +100,7 @@ impl Verified {
         match report.survives {
             None => {
                 let text = format!(
-                    "cannot be read from the nodes that answer: {}",
+                    "it is not certain that this can be read from what was examined: {}",
                     weakest.unwrap_or_default()
                 );
                 paint.tint(Tint::Red, &text)
@@ -125,6 +126,11 @@ impl Answer for Verified {
             .iter()
             .map(|away| json!({ "node": away.node, "reason": away.reason }))
             .collect();
+        let failures: Vec<Value> = report
+            .failures
+            .iter()
+            .map(|failure| json!({ "node": failure.node, "reason": failure.reason }))
+            .collect();
         let all = |faults: &[Fault]| faults.iter().map(fault_json).collect::<Vec<Value>>();
         let weakest = report.weakest.as_ref();
         let weakest = weakest.map(|(shard, stripe)| json!({ "shard": shard, "stripe": stripe }));
@@ -133,7 +139,7 @@ impl Answer for Verified {
             "files": report.files, "bytes": report.file_bytes, "records": report.records,
             "seconds": self.took.as_secs_f64(), "nodes": report.nodes, "away": away,
             "faults": all(&report.faults), "fault_count": report.fault_count, "mended": all(&report.mended),
-            "survives": report.survives, "weakest": weakest, "incidents": report.incidents,
+            "lacking": all(&report.lacking), "failures": failures, "survives": report.survives, "weakest": weakest, "incidents": report.incidents,
         });
         fields.as_object().cloned().unwrap_or_default()
     }
@@ -141,7 +147,10 @@ impl Answer for Verified {
     fn text(&self, paint: Paint) -> String {
         let report = &self.report;
         let (verb, state) = match self.is_bad() {
-            false => (paint.tint(Tint::Green, "verified"), "all is whole".to_owned()),
+            false if report.away.is_empty() => {
+                (paint.tint(Tint::Green, "verified"), "all is whole".to_owned())
+            }
+            false => (paint.tint(Tint::Green, "verified"), "what was examined is whole".to_owned()),
             true => {
                 let faults = summary(&report.faults, report.fault_count);
                 let faults = if faults.is_empty() { "nothing damaged".into() } else { faults };
@@ -173,11 +182,19 @@ impl Answer for Verified {
             out.push_str(&format!("\n{}", table.render(paint)));
             if report.faults.len() > LISTED {
                 let more = report.fault_count - LISTED as u64;
-                out.push_str(&format!("and {more} more (--json has all)\n"));
+                out.push_str(&format!("and {more} more (--json has more)\n"));
             }
             out.push('\n');
         }
         out.push_str(&listed("not examined", &by_reason(&report.away), paint));
+        out.push_str(&listed("could not be examined", &by_reason(&report.failures), paint));
+        let lacking = report.lacking.iter().map(|fault| {
+            format!(
+                "{}: {} of {}, of which other nodes have enough",
+                fault.node, fault.held, fault.shard
+            )
+        });
+        out.push_str(&listed("without", &lacking.collect::<Vec<_>>(), paint));
         let mended = report.mended.iter().map(|fault| {
             let stripe = fault.stripe.unwrap_or_default();
             format!("{} of stripe {stripe} of {} on {}", fault.held, fault.shard, fault.node)
@@ -197,15 +214,19 @@ impl Verified {
     fn advice(&self, paint: Paint) -> String {
         let report = &self.report;
         let has = |is: fn(&Fault) -> bool| report.faults.iter().any(is);
-        let is_replica =
-            |fault: &Fault| matches!(fault.held, Held::Replica(_)) && fault.wrong != Wrong::Missing;
+        let is_replica = |fault: &Fault| {
+            matches!(
+                (fault.held, fault.wrong),
+                (Held::Replica(_), Wrong::Grains(_) | Wrong::Damaged)
+            )
+        };
         let mut lines = Vec::new();
         if has(is_replica) {
             let what = format!("rapidraid verify --mend {}/{}", report.job, report.step);
             lines.push(format!("damaged replicas are made good again by `{what}`"));
         }
         if report.faults.iter().any(|fault| !is_replica(fault)) {
-            let text = "missing replicas, pieces and records are not made again by this release: keep the other nodes up, or save the step again";
+            let text = "archiving makes missing replicas again; pieces and records are not made again by this release: keep the other nodes up, or save the step again";
             lines.push(text.to_owned());
         }
         lines.iter().map(|line| format!("{} {line}\n", paint.tint(Tint::Cyan, "hint:"))).collect()

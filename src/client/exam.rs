@@ -80,6 +80,12 @@ pub(super) struct FaultAt {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct StripeExam {
     pub faults: Vec<FaultAt>,
+    /// Records that nodes lack, of which as many are there as the commit promised.
+    pub lacking: Vec<FaultAt>,
+    /// Files that are whole.
+    pub good: BTreeSet<(NodeId, FileName)>,
+    /// The nodes that answered.
+    pub answered: BTreeSet<NodeId>,
     /// How many more nodes may be lost, whichever they are; `None` when it cannot be read from the nodes that answered.
     pub survives: Option<usize>,
     pub files: u64,
@@ -103,19 +109,27 @@ pub(super) struct Examined<'a> {
 }
 
 /// A file that at least a part can be read from.
+#[derive(Clone, Copy)]
 struct Readable<'a> {
     node: NodeId,
     held: Held,
+    /// Whether it is to be dropped, or is left over.
+    is_extra: bool,
     /// The damaged grains.
     damaged: Option<&'a GrainSet>,
 }
 
 impl Examined<'_> {
     pub(super) fn judge(&self, known: &mut Known) -> StripeExam {
-        let mut exam = StripeExam::default();
+        let answered = self.answers.keys().copied().collect();
+        let mut exam = StripeExam { answered, ..StripeExam::default() };
         let readable = self.judge_files(&mut exam);
         let least_copies = self.judge_records(&mut exam);
-        let of_data = self.survivable(&readable, known);
+        // Replicas of an archived stripe go at any time, and are read only where the pieces do not suffice.
+        let lasting: Vec<Readable<'_>> =
+            readable.iter().filter(|file| !file.is_extra).copied().collect();
+        let of_data =
+            self.survivable(&lasting, known).or_else(|| self.survivable(&readable, known));
         exam.survives =
             of_data.and_then(|losses| least_copies.checked_sub(1).map(|most| losses.min(most)));
         exam
@@ -173,7 +187,7 @@ impl Examined<'_> {
     fn judge_files(&self, exam: &mut StripeExam) -> Vec<Readable<'_>> {
         let expected = self.expected();
         let coded = self.coded();
-        let is_dropped = matches!(self.state, StripeState::Archived { dropped: true, .. });
+        let is_archived = matches!(self.state, StripeState::Archived { .. });
         let mut readable = Vec::new();
         let mut there: BTreeSet<(NodeId, FileName)> = BTreeSet::new();
         let mut good: BTreeMap<FileName, usize> = BTreeMap::new();
@@ -183,8 +197,6 @@ impl Examined<'_> {
                 exam.file_bytes += view.content.map_or(0, |(len_bytes, _)| len_bytes);
                 let is_expected = expected.get(&(node, view.file));
                 let (held, root) = match view.file {
-                    // Not dropped yet, or left over: nobody needs it.
-                    FileName::Replica { .. } if is_dropped && is_expected.is_none() => continue,
                     FileName::Replica { block } => match self.block(block.into()) {
                         Some((_, root)) => (Held::Replica(block), Some(root)),
                         None if self.info.is_some() => continue,
@@ -199,16 +211,21 @@ impl Examined<'_> {
                     },
                 };
                 there.insert((node, view.file));
+                let is_extra = is_archived && is_expected.is_none();
                 let wrong = judge_file(view, root);
-                if let Some(wrong) = wrong {
+                if let Some(wrong) = wrong.filter(|_| !is_extra) {
                     exam.faults.push(FaultAt { node, held, wrong });
                 }
                 match wrong {
-                    None => *good.entry(view.file).or_default() += 1,
+                    None => {
+                        *good.entry(view.file).or_default() += 1;
+                        exam.good.insert((node, view.file));
+                    }
                     Some(Wrong::Grains(_)) => {}
                     Some(_) => continue,
                 }
-                readable.push(Readable { node, held, damaged: view.damaged.as_ref() });
+                let damaged = view.damaged.as_ref();
+                readable.push(Readable { node, held, is_extra, damaged });
             }
         }
         let mut copies: BTreeMap<FileName, usize> = BTreeMap::new();
@@ -233,8 +250,8 @@ impl Examined<'_> {
         Some(piece.root)
     }
 
-    /// Judges the records. Returns the smallest number of good copies of a record without which the stripe cannot be read: its own, and the
-    /// leaves, by which alone records are believed.
+    /// Judges the records. A stripe cannot be read without its record, and no record is believed without the leaves: returns the number of
+    /// good copies of the one that has fewer.
     fn judge_records(&self, exam: &mut StripeExam) -> usize {
         let mut expected: Vec<(NodeId, Held, Option<[u8; 32]>)> = Vec::new();
         let on_ring = self.root.ring.iter().map(|member| member.node);
@@ -246,10 +263,15 @@ impl Examined<'_> {
         if let Some((info, leaf)) = self.info {
             expected.extend(info.places.iter().map(|&node| (node, Held::Record, Some(leaf))));
         }
+        let mut named: BTreeSet<NodeId> = BTreeSet::new();
         if let Some(receipt) = self.receipt {
             let digest = digest::of_receipt(receipt);
-            let nodes: BTreeSet<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
-            expected.extend(nodes.into_iter().map(|node| (node, Held::Receipt, digest)));
+            named.extend(receipt.pieces.iter().map(|piece| piece.node));
+            expected.extend(named.iter().map(|&node| (node, Held::Receipt, digest)));
+        } else if let (StripeState::Archived { .. }, Some((info, _))) = (self.state, self.info) {
+            // None is left to say who should have it.
+            named.extend(&info.places);
+            expected.extend(named.iter().map(|&node| (node, Held::Receipt, None)));
         }
         let digests: HashMap<Held, Option<[u8; 32]>> =
             expected.iter().map(|(_, held, digest)| (*held, *digest)).collect();
@@ -259,6 +281,10 @@ impl Examined<'_> {
             for view in &answer.records {
                 exam.records += 1;
                 let Some(held) = self.held_record(view.record) else { continue };
+                // An earlier receipt of the attempt, on a node that was replaced.
+                if held == Held::Receipt && !named.contains(&node) {
+                    continue;
+                }
                 there.push((node, held));
                 let wrong = match view.digest {
                     None => Wrong::Damaged,
@@ -271,14 +297,27 @@ impl Examined<'_> {
                 exam.faults.push(FaultAt { node, held, wrong });
             }
         }
-        for (node, held, _) in &expected {
-            if self.answers.contains_key(node) && !there.contains(&(*node, *held)) {
-                exam.faults.push(FaultAt { node: *node, held: *held, wrong: Wrong::Missing });
+        let copies = |held| copies.get(&held).copied().unwrap_or(0);
+        for &(node, held, _) in &expected {
+            if self.answers.contains_key(&node) && !there.contains(&(node, held)) {
+                let fault = FaultAt { node, held, wrong: Wrong::Missing };
+                // A node that was away, or took a place late, never gets some of them.
+                let has_enough = copies(held) >= self.promised(held);
+                if has_enough { &mut exam.lacking } else { &mut exam.faults }.push(fault);
             }
         }
-        let copies = |held| copies.get(&held).copied().unwrap_or(0);
         let of_record = if self.has_stripe() { copies(Held::Record) } else { usize::MAX };
         if self.with_shard { of_record.min(copies(Held::Leaves)) } else { of_record }
+    }
+
+    /// How many nodes have a record at least when what it belongs to is committed (docs/semantics.md, 2).
+    fn promised(&self, held: Held) -> usize {
+        let (n, k) = (usize::from(self.root.n), usize::from(self.root.k));
+        match held {
+            Held::Leaves | Held::Mark => (self.root.ring.len() + 1).saturating_sub(k),
+            Held::Record => (n + 1).saturating_sub(k),
+            _ => usize::MAX,
+        }
     }
 
     /// The kind of a record, if it counts.
@@ -288,14 +327,14 @@ impl Examined<'_> {
             RecordName::Mark => Some(Held::Mark),
             RecordName::Stripe { .. } => Some(Held::Record),
             RecordName::Receipt { attempt, .. } => {
-                let counts = self.receipt.is_some_and(|receipt| receipt.attempt == attempt);
+                let counts = matches!(self.state, StripeState::Archived { attempt: of, .. } if of == attempt);
                 counts.then_some(Held::Receipt)
             }
         }
     }
 
-    /// How many more nodes may be lost, by the files alone. Grains of one number are read together, so each set of files that are damaged in
-    /// one of them is judged for itself.
+    /// How many more nodes may be lost, by the files alone. Grains of the same number are read together, whatever is damaged in others: so
+    /// for each number in which a file is damaged, the files that are good there are judged, and the worst counts.
     fn survivable(&self, readable: &[Readable<'_>], known: &mut Known) -> Option<usize> {
         if !self.has_stripe() {
             return Some(usize::MAX);

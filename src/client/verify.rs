@@ -1,7 +1,7 @@
 //! Verifying a checkpoint where it lies: the nodes read all that they have of it and say what is wrong; no data crosses the network
 //! (docs/semantics.md, 6, *Verify*).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,20 +13,27 @@ use super::exam::{Examined, FaultAt, Held, Known, StripeExam, Wrong};
 use super::parts::Part;
 use super::restore::{BY_MARKS, MAX_MOVES};
 use super::{Client, ClientError, Progress, ProgressFn};
+use crate::format::digest;
 use crate::format::file::FileName;
-use crate::format::records::{Leaves, StripeState};
-use crate::id::{Job, NodeId, PeerName, ShardName, Step, StripeId};
+use crate::format::records::{Leaves, Receipt, Record, StripeState};
+use crate::id::{Attempt, Job, NodeId, PeerName, ShardName, Step, StripeId};
+use crate::kind::Kind;
 use crate::pipeline::read::{Reading, state_on_nodes};
 use crate::pipeline::records::{self, RecordsError};
-use crate::wire::calls::{ExamineAnswer, ExamineStripe, ListSources, Suspect};
+use crate::wire::NodeAddress;
+use crate::wire::calls::{
+    ExamineAnswer, ExamineStripe, GetRecord, ListSources, RecordName, Suspect,
+};
 
-/// Stripes that are examined at once: a node reads one file after the other, and others have theirs ready.
+/// Stripes that are examined at once. A node reads one file after the other, so that with several it always has a next one.
 const STRIPES_AT_ONCE: usize = 4;
+/// A node that did not answer is not asked again before this has passed.
+const ASK_AGAIN: Duration = Duration::from_secs(10);
 /// Nodes that are asked at once for a stripe.
 const NODES_AT_ONCE: usize = 32;
-/// A node reads what it has of a stripe, after what others have it read, within this.
+/// A node has examined a stripe within this, with the examinations before it in its queue.
 const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
-/// A node mends a replica within this, and 1 s for each [`MEND_PACE_BYTES`] of it.
+/// All damaged replicas are mended within this, and 1 s for each [`MEND_PACE_BYTES`] of them.
 const MEND_LIMIT: Duration = Duration::from_secs(30);
 const MEND_PACE_BYTES: u64 = 4 << 20;
 /// Between two looks whether a replica is mended.
@@ -77,8 +84,12 @@ pub struct VerifyReport {
     pub records: u64,
     /// Nodes that answered.
     pub nodes: Vec<PeerName>,
-    /// Nodes that may have more.
+    /// Nodes of the rings that did not answer: what they have was not judged.
     pub away: Vec<Away>,
+    /// Nodes that answer and could not examine a stripe, by their disks' errors, say.
+    pub failures: Vec<Away>,
+    /// Records that nodes lack, of which as many are there as the commit promised; at most [`MAX_FAULTS`].
+    pub lacking: Vec<Fault>,
     /// What is wrong, at most [`MAX_FAULTS`].
     pub faults: Vec<Fault>,
     /// How much is wrong.
@@ -88,7 +99,7 @@ pub struct VerifyReport {
     /// The largest number such that any so many of the nodes that answered may be lost and every stripe can still be read from the others.
     /// `None` when a stripe cannot be read from them now.
     pub survives: Option<usize>,
-    /// The stripe that decides this, and those like it; the first one.
+    /// The first stripe that survives no more losses than that.
     pub weakest: Option<(ShardName, u32)>,
     /// What went wrong and was survived.
     pub incidents: Vec<String>,
@@ -107,13 +118,22 @@ enum Finding {
 struct Verification<'a> {
     client: &'a Client,
     reading: Arc<Reading>,
-    /// Nodes that did not answer are not asked again: each may take seconds to be silent.
-    away: Mutex<BTreeMap<NodeId, String>>,
+    /// Nodes that did not answer, each of which may take seconds to be silent.
+    away: Mutex<BTreeMap<NodeId, Silent>>,
+    /// Stripes that nodes which answer could not examine, and why.
+    failures: Mutex<BTreeMap<(NodeId, StripeId), String>>,
     answered: Mutex<BTreeMap<NodeId, PeerName>>,
     known: Mutex<Known>,
     done_bytes: AtomicU64,
     total_bytes: u64,
     progress: ProgressFn,
+}
+
+/// A node that did not answer.
+struct Silent {
+    reason: String,
+    /// When it is asked again, at the earliest.
+    ask_again: Duration,
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -177,6 +197,7 @@ impl Client {
             client: self,
             reading,
             away: Mutex::default(),
+            failures: Mutex::default(),
             answered: Mutex::default(),
             known: Mutex::default(),
             done_bytes: AtomicU64::new(0),
@@ -187,6 +208,7 @@ impl Client {
         for part in &parts {
             exams.extend(verification.examine_part(part).await?);
         }
+        verification.examine_again(&mut exams).await?;
         let mended = match finding {
             Finding::Note => Vec::new(),
             Finding::Mend => verification.mend(&mut exams).await?,
@@ -220,14 +242,7 @@ struct Exam<'a> {
 impl Verification<'_> {
     async fn examine_part<'p>(&self, part: &'p Part) -> Result<Vec<Exam<'p>>, ClientError> {
         let stripes = part.root.geometry()?.stripes();
-        let leaves = match self.client.leaves(&self.reading, part).await {
-            Ok(leaves) => Some(leaves),
-            Err(ClientError::Records(error @ RecordsError::Lost { .. })) => {
-                self.incident(error.to_string());
-                None
-            }
-            Err(error) => return Err(error),
-        };
+        let leaves = self.leaves(part).await?;
         let leaves = leaves.as_ref();
         // A shard without a stripe has its records all the same.
         let mut exams = stream::iter(0..stripes.max(1))
@@ -241,6 +256,34 @@ impl Verification<'_> {
             examined.push(exam?);
         }
         Ok(examined)
+    }
+
+    /// The leaves of a shard; `None` when no node that answers has them.
+    async fn leaves(&self, part: &Part) -> Result<Option<Leaves>, ClientError> {
+        match self.client.leaves(&self.reading, part).await {
+            Ok(leaves) => Ok(Some(leaves)),
+            Err(ClientError::Records(error @ RecordsError::Lost { .. })) => {
+                self.incident(error.to_string());
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Examines once more the stripes that were judged with nodes that have gone away since, or without nodes that are back.
+    async fn examine_again(&self, exams: &mut [Exam<'_>]) -> Result<(), ClientError> {
+        for exam in exams {
+            let ring: BTreeSet<NodeId> = exam.part.root.ring.iter().map(|m| m.node).collect();
+            let is_stale = {
+                let away = lock(&self.away);
+                ring.iter().any(|node| exam.of.answered.contains(node) == away.contains_key(node))
+            };
+            if is_stale {
+                let leaves = self.leaves(exam.part).await?;
+                exam.of = self.examine(exam.part, leaves.as_ref(), exam.index).await?;
+            }
+        }
+        Ok(())
     }
 
     /// Examines a stripe, again if it was archived meanwhile.
@@ -285,15 +328,12 @@ impl Verification<'_> {
                 Err(error) => return Err(error.into()),
             }
         }
-        let mut receipt = None;
-        if let (StripeState::Archived { attempt, .. }, Some(info)) = (state, &info) {
-            let at = (index, info.places.as_slice());
-            match records::receipt(caller, directory, &part.root, at, attempt).await {
-                Ok(found) => receipt = Some(found),
-                Err(error @ RecordsError::Lost { .. }) => self.incident(error.to_string()),
-                Err(error) => return Err(error.into()),
+        let receipt = match state {
+            StripeState::Archived { attempt, .. } => {
+                self.receipt(part, (index, attempt), &answers).await
             }
-        }
+            _ => None,
+        };
         let leaf = leaves.and_then(|leaves| leaves.hashes.get(index as usize)).copied();
         let examined = Examined {
             root: &part.root,
@@ -304,6 +344,36 @@ impl Verification<'_> {
             with_shard: index == 0,
         };
         Ok(examined.judge(&mut lock(&self.known)))
+    }
+
+    /// The receipt of an attempt that most nodes have. An earlier one may lie on a node that was replaced.
+    async fn receipt(
+        &self,
+        part: &Part,
+        (index, attempt): (u32, Attempt),
+        answers: &BTreeMap<NodeId, ExamineAnswer>,
+    ) -> Option<Receipt> {
+        let record = RecordName::Receipt { index, attempt };
+        let mut holders: BTreeMap<[u8; 32], Vec<NodeId>> = BTreeMap::new();
+        for (&node, answer) in answers {
+            let of_record = answer.records.iter().filter(|view| view.record == record);
+            for digest in of_record.filter_map(|view| view.digest) {
+                holders.entry(digest).or_default().push(node);
+            }
+        }
+        let (digest, nodes) = holders.into_iter().max_by_key(|(_, nodes)| nodes.len())?;
+        for node in nodes {
+            let Some(address) = self.reading.directory.address(node) else { continue };
+            let call = GetRecord { shard: part.root.shard, record };
+            let Ok(Some(bytes)) = self.reading.caller.call(&address, &call).await else { continue };
+            let receipt = Receipt::parse(&bytes).ok();
+            let is_it = |receipt: &Receipt| digest::of_receipt(receipt) == Some(digest);
+            if let Some(receipt) = receipt.filter(is_it) {
+                return Some(receipt);
+            }
+        }
+        self.incident(format!("the receipt of stripe {index} of {} was not given", part.root.name));
+        None
     }
 
     /// What the nodes of the ring that answer have of a stripe.
@@ -318,30 +388,41 @@ impl Verification<'_> {
     }
 
     async fn ask_node(&self, node: NodeId, call: &ExamineStripe) -> Option<ExamineAnswer> {
-        if lock(&self.away).contains_key(&node) {
+        let now = || self.reading.caller.clock().now();
+        if lock(&self.away).get(&node).is_some_and(|away| now() < away.ask_again) {
             return None;
         }
         let Some(address) = self.reading.directory.address(node) else {
-            lock(&self.away).insert(node, "it is not registered".into());
+            let reason = "it is not registered".to_owned();
+            lock(&self.away).insert(node, Silent { reason, ask_again: Duration::MAX });
             return None;
         };
-        match self.reading.caller.call_held(&address, call, EXAMINE_LIMIT).await {
-            Ok(answer) => {
-                lock(&self.answered).insert(node, address.name);
-                let lengths = answer.files.iter().filter_map(|file| Some(file.content?.0));
-                self.count(lengths.sum());
-                Some(answer)
+        let mut patience = self.reading.patience();
+        let error = loop {
+            match self.reading.caller.call_held(&address, call, EXAMINE_LIMIT).await {
+                Ok(answer) => {
+                    lock(&self.away).remove(&node);
+                    lock(&self.answered).insert(node, address.name);
+                    let lengths = answer.files.iter().filter_map(|file| Some(file.content?.0));
+                    self.count(lengths.sum());
+                    return Some(answer);
+                }
+                Err(error) if error.kind() == Kind::Busy && patience.wait().await => {}
+                Err(error) => break error,
             }
-            Err(error) => {
-                tracing::debug!(node = %address.name, %error, "not examined");
-                let reason = match error.is_unanswered() {
-                    true => "no answer".to_owned(),
-                    false => error.to_string(),
-                };
-                lock(&self.away).insert(node, reason);
-                None
-            }
+        };
+        tracing::debug!(node = %address.name, %error, "not examined");
+        if error.is_unanswered() || error.kind() == Kind::Invalid {
+            let reason = match error.is_unanswered() {
+                true => "no answer".to_owned(),
+                false => error.to_string(),
+            };
+            lock(&self.away).insert(node, Silent { reason, ask_again: now() + ASK_AGAIN });
+        } else {
+            // It is there, and cannot read what it has.
+            lock(&self.failures).insert((node, call.stripe), error.to_string());
         }
+        None
     }
 
     fn count(&self, bytes: u64) {
@@ -359,52 +440,62 @@ impl Verification<'_> {
 
     /// Has damaged replicas mended and examines their stripes again. Returns what was mended.
     async fn mend(&self, exams: &mut [Exam<'_>]) -> Result<Vec<Fault>, ClientError> {
-        let mut mended = Vec::new();
-        for exam in exams {
-            let damaged =
-                exam.of.faults.iter().filter_map(|fault| match (fault.held, fault.wrong) {
-                    (_, Wrong::Missing) => None,
-                    (Held::Replica(block), _) => Some((fault.node, block)),
-                    _ => None,
-                });
-            let damaged: Vec<(NodeId, u8)> = damaged.collect();
-            if damaged.is_empty() {
+        let clock = self.reading.caller.clock();
+        let mut reported = Vec::new();
+        for (at, exam) in exams.iter().enumerate() {
+            // Without a catalogue no node mends, and an archived stripe needs no replicas.
+            let Some(state) = &exam.part.state else { continue };
+            if matches!(state.stripe(exam.index), Some(StripeState::Archived { .. })) {
                 continue;
             }
-            let cut = exam.part.root.geometry()?.stripe(exam.index);
-            let len_bytes = cut.map_or(0, |cut| cut.block_len(0)) * damaged.len() as u64;
-            let limit = MEND_LIMIT + Duration::from_secs(len_bytes / MEND_PACE_BYTES);
-            let end = self.reading.caller.clock().now() + limit;
             let stripe = StripeId { shard: exam.part.root.shard, index: exam.index };
-            for &(node, block) in &damaged {
-                let Some(address) = self.reading.directory.address(node) else { continue };
-                let call = Suspect { stripe, file: FileName::Replica { block } };
-                if let Err(error) = self.reading.caller.call_held(&address, &call, limit).await {
-                    self.incident(error.to_string());
+            for fault in &exam.of.faults {
+                let (Held::Replica(block), Wrong::Grains(_) | Wrong::Damaged) =
+                    (fault.held, fault.wrong)
+                else {
+                    continue;
+                };
+                let Some(address) = self.reading.directory.address(fault.node) else { continue };
+                let file = FileName::Replica { block };
+                let call = Suspect { stripe, file };
+                match self.reading.caller.call_held(&address, &call, EXAMINE_LIMIT).await {
+                    Ok(_) => reported.push((at, fault.clone(), address, stripe, file)),
+                    Err(error) => self.incident(error.to_string()),
                 }
             }
-            for (node, block) in damaged {
-                self.wait_until_good(node, stripe, block, end).await;
-            }
-            let leaves = self.client.leaves(&self.reading, exam.part).await?;
-            let of = self.examine(exam.part, Some(&leaves), exam.index).await?;
-            let before = std::mem::replace(&mut exam.of, of).faults;
-            let is_mended = |fault: &FaultAt| {
-                let is_it = |now: &FaultAt| (now.node, now.held) == (fault.node, fault.held);
-                !exam.of.faults.iter().any(is_it)
+        }
+        let bytes: u64 = reported.iter().map(|(at, ..)| exams[*at].part.root.block_bytes).sum();
+        let end = clock.now() + MEND_LIMIT + Duration::from_secs(bytes / MEND_PACE_BYTES);
+        for (_, _, address, stripe, file) in &reported {
+            self.wait_until_good(address, *stripe, *file, end).await;
+        }
+        let mut mended = Vec::new();
+        for of_stripe in reported.chunk_by(|a, b| a.0 == b.0) {
+            let Some(exam) = of_stripe.first().and_then(|(at, ..)| exams.get_mut(*at)) else {
+                continue;
             };
-            mended.extend(before.iter().filter(|f| is_mended(f)).map(|f| self.fault(exam, f)));
+            let leaves = self.leaves(exam.part).await?;
+            exam.of = self.examine(exam.part, leaves.as_ref(), exam.index).await?;
+            for (_, fault, _, _, file) in of_stripe {
+                if exam.of.good.contains(&(fault.node, *file)) {
+                    mended.push(self.fault(exam, fault));
+                }
+            }
         }
         Ok(mended)
     }
 
     /// Waits until a replica counts on its node.
-    async fn wait_until_good(&self, node: NodeId, stripe: StripeId, block: u8, end: Duration) {
-        let Some(address) = self.reading.directory.address(node) else { return };
+    async fn wait_until_good(
+        &self,
+        node: &NodeAddress,
+        stripe: StripeId,
+        file: FileName,
+        end: Duration,
+    ) {
         let clock = self.reading.caller.clock();
         while clock.now() < end {
-            let file = FileName::Replica { block };
-            let sources = self.reading.caller.call(&address, &ListSources { stripe }).await;
+            let sources = self.reading.caller.call(node, &ListSources { stripe }).await;
             // A node that does not say is asked again, as long as there is time.
             let is_good = sources.is_ok_and(|sources| {
                 sources.iter().any(|source| source.file == file && source.damaged.is_none())
@@ -433,7 +524,7 @@ impl Verification<'_> {
         let name = |node: &NodeId| self.reading.directory.name(*node);
         let mut away: Vec<Away> = away
             .iter()
-            .map(|(node, reason)| Away { node: name(node), reason: reason.clone() })
+            .map(|(node, silent)| Away { node: name(node), reason: silent.reason.clone() })
             .collect();
         away.sort_by(|a, b| a.node.cmp(&b.node));
         away
@@ -452,6 +543,13 @@ impl Verification<'_> {
         let all = |of: fn(&StripeExam) -> u64| exams.iter().map(|exam| of(&exam.of)).sum();
         let faults = exams.iter().flat_map(|exam| exam.of.faults.iter().map(move |f| (exam, f)));
         let faults = faults.map(|(exam, fault)| self.fault(exam, fault)).take(MAX_FAULTS);
+        let lacking = exams.iter().flat_map(|exam| exam.of.lacking.iter().map(move |f| (exam, f)));
+        let lacking = lacking.map(|(exam, fault)| self.fault(exam, fault)).take(MAX_FAULTS);
+        let failures = lock(&self.failures);
+        let failures = failures.iter().take(MAX_FAULTS).map(|((node, stripe), why)| Away {
+            node: self.reading.directory.name(*node),
+            reason: format!("stripe {stripe}: {why}"),
+        });
         let weakest = exams.iter().min_by_key(|exam| exam.of.survives);
         VerifyReport {
             job: job.clone(),
@@ -468,6 +566,8 @@ impl Verification<'_> {
             weakest: weakest.map(|exam| (exam.part.root.name.clone(), exam.index)),
             nodes,
             away: self.away(),
+            lacking: lacking.collect(),
+            failures: failures.collect(),
             incidents: std::mem::take(&mut *lock(&self.reading.incidents)),
         }
     }

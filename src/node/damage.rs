@@ -36,7 +36,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(3600);
 #[derive(Default)]
 pub(super) struct Mending {
     /// Held over a look: they read whole files, and a later one must not be overtaken by an earlier one.
-    looking: tokio::sync::Mutex<()>,
+    looking: Arc<tokio::sync::Mutex<()>>,
     waiting: Mutex<BTreeSet<(StripeId, u8)>>,
     /// Files that are to be looked at.
     looks: Mutex<BTreeSet<FileKey>>,
@@ -92,8 +92,13 @@ impl Node {
 
     /// Looks at a file, and moves nothing.
     pub(super) async fn look_at(&self, key: FileKey) -> Result<Look, Failure> {
-        let _alone = self.mending.looking.lock().await;
-        self.on_store(move |store| store.look_at(key)).await
+        let alone = self.mending.looking.clone().lock_owned().await;
+        self.on_store(move |store| {
+            // It goes on when nobody waits for it any more, and so does its turn.
+            let _alone = alone;
+            store.look_at(key)
+        })
+        .await
     }
 
     /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. One that is another file than its name says goes to

@@ -4,7 +4,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::Semaphore;
+
 use super::Node;
+use super::failure::failure;
 use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
 use super::records::place_of;
 use crate::format::FormatError;
@@ -17,12 +20,17 @@ use crate::store::{Look, Scope, Store, StoreError};
 use crate::wire::Failure;
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, RecordName, RecordView, SourceView};
 
+/// Examinations of stripes that are under way or wait for each other.
+const MAX_EXAMS: usize = 64;
+/// Looks at a file that is replaced again and again.
+const MAX_LOOKS: u32 = 4;
 /// Damaged records that are remembered for `status`.
 const MAX_REMEMBERED: usize = 4096;
 /// Damaged records that `status` reads again each time: they may have been written anew.
 const MAX_READ_AGAIN: usize = 64;
 
-/// Damaged records that were met since the start, by what people call them. They need no note on the disk: each shows its damage itself.
+/// Damaged records that were met since the start, by what people call them. They are noted in memory only: whoever reads one again finds it
+/// damaged again.
 #[derive(Default)]
 pub(super) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
 
@@ -31,7 +39,7 @@ impl DamagedRecords {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, shard: ShardId, record: RecordName, is_damaged: bool) {
+    pub(super) fn set(&self, shard: ShardId, record: RecordName, is_damaged: bool) {
         let name = name_of(shard, record);
         let mut records = self.lock();
         if !is_damaged {
@@ -44,23 +52,35 @@ impl DamagedRecords {
     }
 }
 
+/// The examinations of a node.
+pub(super) struct Exams {
+    /// For those that are under way, or wait.
+    places: Semaphore,
+    /// Held over the look at a file: so at most one examination stands before looks that others wait for.
+    turn: tokio::sync::Mutex<()>,
+}
+
+impl Default for Exams {
+    fn default() -> Self {
+        Self { places: Semaphore::new(MAX_EXAMS), turn: tokio::sync::Mutex::default() }
+    }
+}
+
 impl Node {
     /// Looks at every file of the stripe that has a name here, one after the other, and at the records.
     pub(super) async fn examine_stripe(
         &self,
         call: ExamineStripe,
     ) -> Result<ExamineAnswer, Failure> {
+        let Ok(_place) = self.exams.places.try_acquire() else {
+            let text = format!("{MAX_EXAMS} stripes wait to be examined here: ask again");
+            return Err(failure(Kind::Busy, text));
+        };
         let stripe = call.stripe;
         let mut files = Vec::new();
         for name in self.on_store(move |store| store.file_names(stripe)).await? {
-            let key = FileKey { stripe, name };
-            let damaged = match self.look_at(key).await? {
-                Look::Whole => None,
-                Look::Damaged(damage) => Some(damage.grains.clone()),
-                Look::Gone | Look::Misplaced(_) => continue,
-            };
-            let content = self.on_store(move |store| Ok::<_, StoreError>(content_of(store, key)));
-            files.push(SourceView { file: name, content: content.await?, damaged });
+            let _turn = self.exams.turn.lock().await;
+            files.extend(self.examine_file(FileKey { stripe, name }).await?);
         }
         let with_shard = call.with_shard;
         let records = self.on_store(move |store| examine_records(store, stripe, with_shard));
@@ -71,10 +91,28 @@ impl Node {
         Ok(ExamineAnswer { files, records })
     }
 
-    /// Remembers whether a record that somebody asked for is damaged.
-    pub(super) fn check_record(&self, shard: ShardId, record: RecordName, bytes: &[u8]) {
-        let is_damaged = digest_of(record, bytes).is_err_and(|error| error.kind() == Kind::Corrupt);
-        self.damaged_records.set(shard, record, is_damaged);
+    /// Looks at a file. One that was replaced meanwhile is looked at again.
+    async fn examine_file(&self, key: FileKey) -> Result<Option<SourceView>, Failure> {
+        for _ in 0..MAX_LOOKS {
+            let damaged = match self.look_at(key).await? {
+                Look::Whole => None,
+                Look::Damaged(damage) => Some(damage.grains.clone()),
+                Look::Misplaced(_) => return Ok(None),
+                Look::Gone => {
+                    let names = self.on_store(move |store| store.file_names(key.stripe)).await?;
+                    if names.contains(&key.name) {
+                        continue;
+                    }
+                    return Ok(None);
+                }
+            };
+            let content = self.on_store(move |store| Ok::<_, StoreError>(content_of(store, key)));
+            let content = content.await?;
+            if damaged.is_some() || content.is_some() {
+                return Ok(Some(SourceView { file: key.name, content, damaged }));
+            }
+        }
+        Err(failure(Kind::Busy, format!("{key} changes while it is examined: ask again")))
     }
 
     /// Damaged records, for people: how many, and the first by name.
@@ -153,6 +191,7 @@ fn read_record(
     let bytes = match store.get_small_past_cache(scope, &name) {
         Ok(None) => return Ok(None),
         Ok(Some(bytes)) => bytes,
+        Err(StoreError::Disk(error)) if error.is_exhaustion() => return Err(error.into()),
         Err(error) => {
             tracing::warn!(record = name_of(shard, record), %error, "a record cannot be read");
             return Ok(Some(None));
@@ -163,6 +202,11 @@ fn read_record(
         Err(error) if error.kind() == Kind::Corrupt => Ok(Some(None)),
         Err(source) => Err(StoreError::Format { path: name_of(shard, record), source }),
     }
+}
+
+/// Whether the bytes of a record are damaged. One of a later release is not.
+pub(super) fn is_damaged(record: RecordName, bytes: &[u8]) -> bool {
+    digest_of(record, bytes).is_err_and(|error| error.kind() == Kind::Corrupt)
 }
 
 fn digest_of(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 32]>, FormatError> {

@@ -194,6 +194,7 @@ pub struct Node {
     catching_up: catch_up::CatchingUp,
     mending: damage::Mending,
     damaged_records: exam::DamagedRecords,
+    exams: exam::Exams,
     fullness: fullness::Fullness,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
@@ -263,6 +264,7 @@ impl Node {
             catching_up: catch_up::CatchingUp::default(),
             mending: damage::Mending::default(),
             damaged_records: exam::DamagedRecords::default(),
+            exams: exam::Exams::default(),
             fullness: fullness::Fullness::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,

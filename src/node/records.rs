@@ -1,6 +1,7 @@
 //! The small records of shards and stripes: who may write them, and what is checked before they are durable.
 
 use super::Node;
+use super::exam::is_damaged;
 use super::failure::failure;
 use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, receipt_name, tombstone};
 use crate::catalogue::records::{read, state_key};
@@ -13,7 +14,7 @@ use crate::format::records::{
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
 use crate::kind::Kind;
 use crate::stage::{Stage, about_to};
-use crate::store::{Scope, Store};
+use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
 use crate::wire::calls::{
     Drop, DropAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone,
@@ -85,9 +86,15 @@ impl Node {
 
     pub(super) async fn get_record(&self, call: GetRecord) -> Result<Option<Vec<u8>>, Failure> {
         let (scope, name) = place_of(call.shard, call.record);
-        let bytes = self.on_store(move |store| store.get_small(scope, &name)).await?;
-        if let Some(bytes) = &bytes {
-            self.check_record(call.shard, call.record, bytes);
+        let GetRecord { shard, record } = call;
+        let read = self.on_store(move |store| {
+            let bytes = store.get_small(scope, &name)?;
+            let is_damaged = bytes.as_ref().is_some_and(|bytes| is_damaged(record, bytes));
+            Ok::<_, StoreError>((bytes, is_damaged))
+        });
+        let (bytes, is_damaged) = read.await?;
+        if bytes.is_some() {
+            self.damaged_records.set(shard, record, is_damaged);
         }
         Ok(bytes)
     }
@@ -161,16 +168,21 @@ impl Node {
         Ok(())
     }
 
-    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
-    /// For an order that comes late, or again: refuses it when the stripe is archived, and drops what it may have made by then.
+    /// Refuses to make a replica of a stripe that is archived. One that was made late is dropped, if the others are: whoever found them
+    /// dropped had seen enough pieces (semantics 4.8). While they are not, it stays for whoever orders their drops.
     pub(super) async fn still_replicated(&self, stripe: StripeId) -> Result<(), Failure> {
         let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
         let state = state.and_then(|(state, _)| state.stripe(stripe.index));
-        let Some(StripeState::Archived { attempt, generation, .. }) = state else { return Ok(()) };
-        self.drop_replicas(Drop { stripe, attempt, generation }).await?;
+        let Some(StripeState::Archived { attempt, generation, dropped, .. }) = state else {
+            return Ok(());
+        };
+        if dropped {
+            self.drop_replicas(Drop { stripe, attempt, generation }).await?;
+        }
         Err(failure(Kind::Fenced, format!("stripe {stripe} is archived: it needs no replicas")))
     }
 
+    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
     pub(super) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
         let stripe = call.stripe;
         // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.

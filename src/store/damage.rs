@@ -8,7 +8,7 @@ use super::disk::{DiskError, DiskFile};
 use super::folder::Store;
 use super::names::{file_path, stripe_dir};
 use super::small::if_found;
-use super::stored_file::{StoredFile, read_tail};
+use super::stored_file::{StoredFile, read_tail, read_tail_past_cache};
 use crate::format::file::{FileHeader, FileKey, FileName};
 use crate::format::grain_set::GrainSet;
 use crate::format::records::{Damage, Record};
@@ -114,7 +114,7 @@ pub(super) fn noted_file(name: &str) -> Option<FileName> {
 pub(super) fn is_damage(error: &StoreError) -> bool {
     match error {
         StoreError::Misplaced { .. } => false,
-        StoreError::Disk(DiskError::Io { .. }) => true,
+        StoreError::Disk(error @ DiskError::Io { .. }) => !error.is_exhaustion(),
         error => error.kind() == Kind::Corrupt,
     }
 }
@@ -211,13 +211,19 @@ impl Store {
                 return Ok(Look::Gone);
             }
             // It has a name and no bytes that can be read.
-            Err(DiskError::Io { .. }) => return Ok(self.note_damage(key, Damage::default())),
+            Err(error @ DiskError::Io { .. }) if !error.is_exhaustion() => {
+                return Ok(self.note_damage(key, Damage::default()));
+            }
             Err(error) => return Err(error.into()),
         };
         let number = file.number()?;
-        match self.tail_of(&*file, key) {
+        let file_bytes = file.len_bytes()?;
+        let tail = read_tail_past_cache(&*file, file_bytes, &file_path(key)).and_then(|tail| {
+            StoredFile::check_name(&tail.0, self.cluster(), key)?;
+            Ok(tail)
+        });
+        match tail {
             Ok((header, tree)) => {
-                let file_bytes = file.len_bytes()?;
                 let opened = StoredFile::from_parts(file, key, header, tree, file_bytes);
                 let grains: GrainSet = opened.scrub().into_iter().collect();
                 if grains.is_empty() {

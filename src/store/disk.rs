@@ -77,6 +77,18 @@ impl DiskError {
         }
     }
 
+    /// Whether the process, or the system, has too many files open: that says nothing about the file.
+    pub fn is_exhaustion(&self) -> bool {
+        use rustix::io::Errno;
+        let number = match self {
+            Self::Io { source, .. } => source.raw_os_error(),
+            _ => None,
+        };
+        number.is_some_and(|number| {
+            [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error).contains(&number)
+        })
+    }
+
     /// What kind of failure this is.
     pub fn kind(&self) -> Kind {
         match self {

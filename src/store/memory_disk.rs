@@ -6,7 +6,7 @@
 //! the other thing that real disks do. Reads past the cache see the second image.
 //!
 //! Faults are set from outside: the disk stops at an operation, an operation fails, a sync is a lie or spoils a bit, bits
-//! flip, files are cut, space ends. Same calls, same faults, same seed: same bytes.
+//! flip, sectors cannot be read, files are cut, space ends. Same calls, same faults, same seed: same bytes.
 
 mod faults;
 mod file;
@@ -272,7 +272,11 @@ impl MemoryFile {
         offset: u64,
     ) -> Result<(), DiskError> {
         self.disk.begin(&self.path, Effect::Read)?;
-        if image(&hold(&self.node.state)).read(buf, offset) {
+        let state = hold(&self.node.state);
+        if state.is_unreadable(offset, buf.len() as u64) {
+            return Err(wrong(&self.path, "a sector cannot be read"));
+        }
+        if image(&state).read(buf, offset) {
             return Ok(());
         }
         let end_bytes = offset.saturating_add(buf.len() as u64);

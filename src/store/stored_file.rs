@@ -3,7 +3,7 @@
 
 use super::StoreError;
 use super::damage::SourceFile;
-use super::disk::{AlignedBuffer, Disk, DiskFile};
+use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
 use super::index::FileInfo;
 use super::names::file_path;
 use crate::format::FormatError;
@@ -157,6 +157,23 @@ pub(super) fn read_tail(
     file_bytes: u64,
     path: &str,
 ) -> Result<(FileHeader, GrainTree), StoreError> {
+    parse_tail_of(file_bytes, path, |buf, offset| file.read_at(buf, offset))
+}
+
+/// As [`read_tail`], from the medium instead of the page cache.
+pub(super) fn read_tail_past_cache(
+    file: &dyn DiskFile,
+    file_bytes: u64,
+    path: &str,
+) -> Result<(FileHeader, GrainTree), StoreError> {
+    parse_tail_of(file_bytes, path, |buf, offset| file.read_past_cache_at(buf, offset))
+}
+
+fn parse_tail_of(
+    file_bytes: u64,
+    path: &str,
+    read: impl Fn(&mut [u8], u64) -> Result<(), DiskError>,
+) -> Result<(FileHeader, GrainTree), StoreError> {
     let fail = |source| StoreError::Format { path: path.to_owned(), source };
     let mut trailer = [0; TRAILER_BYTES as usize];
     let trailer_at = file_bytes.checked_sub(TRAILER_BYTES).ok_or_else(|| {
@@ -166,9 +183,9 @@ pub(super) fn read_tail(
             found_bytes: file_bytes,
         })
     })?;
-    file.read_at(&mut trailer, trailer_at)?;
+    read(&mut trailer, trailer_at)?;
     let trailer = Trailer::parse(file_bytes, &trailer).map_err(fail)?;
     let mut tail = vec![0; trailer.tail_bytes() as usize];
-    file.read_at(&mut tail, trailer.data_bytes())?;
+    read(&mut tail, trailer.data_bytes())?;
     parse_tail(file_bytes, &tail).map_err(fail)
 }

@@ -39,7 +39,17 @@ fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<
     let disk = &world.machines[file.machine].disk;
     let file_bytes = disk.open(&file.path).unwrap().len_bytes().unwrap();
     let flip = |byte: u64| disk.flip_bit(&file.path, 8 * byte + draw.below(8)).unwrap();
-    match draw.below(6) {
+    match draw.below(7) {
+        // A sector anywhere, also of table, header and trailer.
+        6 if file_bytes > 0 => {
+            let byte = draw.below(file_bytes);
+            disk.fail_sector(&file.path, byte).unwrap();
+            let first = byte / 512 * 512;
+            if first < file.len_bytes {
+                good.remove(&(first / GRAIN_BYTES));
+            }
+            format!("sector of byte {byte}")
+        }
         // A byte behind the data: table, header or trailer.
         0 if file_bytes > file.len_bytes => {
             let byte = file.len_bytes + draw.below(file_bytes - file.len_bytes);

@@ -38,7 +38,7 @@ async fn every_plan_archives_and_every_byte_comes_back() {
         assert_eq!(read_file(&*out, "empty"), empty);
         assert_eq!(report.incidents, Vec::<String>::new());
         let report = client.verify(&job(), None, quiet()).await.unwrap();
-        assert_eq!((report.faults, report.survives.is_some()), (vec![], true));
+        assert_eq!((report.faults, report.survives), (vec![], Some(5)), "{plan:?}");
     }
     world.assert_idle().await;
 }

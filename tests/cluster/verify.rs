@@ -2,13 +2,15 @@
 //! (docs/semantics.md, 6, *Verify*).
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use bytes::Bytes;
 use rapidraid::client::{Client, Fault, Held, VerifyReport, Wrong};
 use rapidraid::code::table;
 use rapidraid::id::{Step, StripeId};
+use rapidraid::net::Role;
 use rapidraid::store::{BlockSpec, Disk};
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{PlanChoice, Suspect};
 
 use crate::world::{World, content, job, options, quiet, read_file, restore, restore_error, save};
 
@@ -105,6 +107,7 @@ async fn rotten_pieces_are_named_and_the_margin_is_told() {
         .map(|(at, wrong)| (name(&world, pieces[at].0), Some(0), wrong.to_owned()));
     assert_eq!(named, expected.into());
     assert_eq!((report.fault_count, report.survives), (2, Some(0)));
+    tokio::time::sleep(Duration::from_secs(30)).await;
     assert!(stored(&world) == before, "verify changed a file");
     // The nodes say so from now on.
     for (at, _) in &pieces[3..5] {
@@ -148,11 +151,15 @@ async fn damaged_and_missing_records_are_named() {
         }
     }
     let report = verify(&client, 1).await;
-    let named: BTreeSet<_> = found(&report)
+    let (tolerated, expected): (BTreeSet<_>, BTreeSet<_>) = expected
         .into_iter()
-        .map(|(node, stripe, held, wrong)| (node, stripe, held.to_string(), wrong.to_string()))
-        .collect();
-    assert_eq!(named, expected);
+        .partition(|(_, _, held, wrong)| held != "receipt" && wrong == "missing");
+    let words = |faults: &[Fault]| -> BTreeSet<_> {
+        let of = |f: &Fault| (f.node.clone(), f.stripe, f.held.to_string(), f.wrong.to_string());
+        faults.iter().map(of).collect()
+    };
+    assert_eq!(words(&report.faults), expected);
+    assert_eq!(words(&report.lacking), tolerated, "the commit asks for three copies of each");
     assert_eq!(report.survives, Some(2), "four copies of each record are left");
     let status = client.status().await.unwrap();
     let notes: Vec<String> =
@@ -166,6 +173,8 @@ async fn damaged_and_missing_records_are_named() {
     }
     let left = verify(&client, 1).await;
     assert_eq!(left.survives, Some(0));
+    let missing = |fault: &&Fault| (fault.held, fault.wrong) == (Held::Record, Wrong::Missing);
+    assert_eq!(left.faults.iter().filter(missing).count(), 5, "too few are left");
     world.machines[copies[0].0].disk.remove(&copies[0].1).unwrap();
     assert_eq!(verify(&client, 1).await.survives, None);
 }
@@ -188,6 +197,17 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let report = client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
     assert_eq!((report.fault_count, report.survives), (0, Some(1)), "{:?}", found(&report));
     assert_eq!(report.mended.len(), 2);
+    // A sector that cannot be read, and bytes of the tail that are good in the page cache only.
+    let sectors = files(&world, 1, "00000001/block-02").await;
+    let disk = |at: usize| &world.machines[sectors[at].0].disk;
+    disk(0).fail_sector(&sectors[0].1, 3).unwrap();
+    let len = disk(1).open(&sectors[1].1).unwrap().len_bytes().unwrap();
+    disk(1).flip_bit_on_medium(&sectors[1].1, 8 * (len - 20)).unwrap();
+    let report = verify(&client, 1).await;
+    let wrong: BTreeSet<String> = report.faults.iter().map(|f| f.wrong.to_string()).collect();
+    assert_eq!(wrong, ["1 grain damaged", "damaged"].map(str::to_owned).into());
+    let report = client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
+    assert_eq!((report.fault_count, report.mended.len()), (0, 2), "{:?}", report.faults);
     // A whole file of other bytes is no replica.
     let other = files(&world, 1, "00000000/block-00").await.remove(0);
     let store = world.nodes[&other.0].store();
@@ -243,7 +263,90 @@ async fn missing_and_foreign_files_are_named_and_stay_where_they_are() {
     expected.sort();
     assert_eq!(wrong, expected);
     assert_eq!(report.survives, None, "three pieces of stripe 0 are left");
+    tokio::time::sleep(Duration::from_secs(30)).await;
     assert!(stored(&world) == before, "verify moved a file");
+}
+
+/// No receipt is left: that is told, and so are pieces that are not there.
+#[tokio::test(start_paused = true)]
+async fn a_stripe_without_receipts_is_not_whole() {
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN / 2, 1))]).await;
+    archive(&client, 1).await;
+    for receipt in files(&world, 1, "00000000/receipt-").await {
+        flip(&world, &receipt, 40);
+    }
+    let report = verify(&client, 1).await;
+    let damaged = |fault: &Fault| (fault.held, fault.wrong) == (Held::Receipt, Wrong::Damaged);
+    assert!(report.faults.iter().all(damaged), "{:?}", report.faults);
+    assert_eq!((report.fault_count, report.survives), (6, Some(2)));
+}
+
+/// A drop that a node missed leaves replicas. They are no part of the margin, damage of them is no fault, and nothing makes a node drop them
+/// while too few pieces are seen.
+#[tokio::test(start_paused = true)]
+async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
+    let mut world = World::start(8, &[(6, 4)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN / 2, 1))]).await;
+    let replicas = files(&world, 1, "00000000/block-").await;
+    let victim = replicas.iter().map(|(machine, _)| *machine).find(|machine| *machine > 1).unwrap();
+    world.kill(victim).await;
+    archive(&client, 1).await;
+    let report = verify(&client, 1).await;
+    assert_eq!((report.fault_count, report.survives), (0, Some(2)), "{:?}", report.faults);
+    let pieces = files(&world, 1, "00000000/piece-").await;
+    let others: Vec<_> = pieces.iter().filter(|(machine, _)| *machine > 0).collect();
+    for piece in &others[1..4] {
+        flip(&world, piece, 10);
+    }
+    let report = verify(&client, 1).await;
+    assert_eq!((report.fault_count, report.survives), (3, None), "three pieces are left");
+    // A holder of a good piece, with its receipt, has missed the drop as well.
+    let holder = others[0].0;
+    world.kill(holder).await;
+    let missed: Vec<_> = replicas.iter().filter(|(machine, _)| *machine == victim).collect();
+    for (machine, path) in &missed {
+        let bytes = read_file(&*world.machines[*machine].disk, path);
+        world.machines[holder].disk.create_new(path).unwrap().write_at(&bytes, 0).unwrap();
+    }
+    let at_holder = |path: &str| (holder, path.to_owned());
+    flip(&world, &at_holder(&missed[0].1), 10);
+    world.boot(holder);
+    world.until_live(7).await;
+    client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
+    let stripe = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
+    let file = missed[0].1.rsplit('/').next().unwrap().parse().unwrap();
+    let suspect = Suspect { stripe: StripeId { shard: stripe, index: 0 }, file };
+    let voice = world.voice(Role::Client, "reader");
+    assert!(voice.ask(&world.node_address(holder), &suspect).await.unwrap(), "it is damaged");
+    tokio::time::sleep(Duration::from_secs(4000)).await;
+    for (_, path) in &missed {
+        let there = world.files(|found| found == path);
+        assert!(there.contains(&at_holder(path)), "{path} was dropped");
+    }
+}
+
+/// What a node cannot read at all is its fault, and what it does not answer is not.
+#[tokio::test(start_paused = true)]
+async fn nodes_that_come_and_go_are_judged_by_what_they_say_last() {
+    let mut world = World::start(7, &[(6, 4)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    archive(&client, 1).await;
+    let pieces = files(&world, 1, "00000000/piece-").await;
+    let gone = pieces.iter().map(|(machine, _)| *machine).find(|machine| *machine > 0).unwrap();
+    let disk = world.machines[gone].disk.clone();
+    disk.set_guard(|_| false);
+    let report = verify(&client, 1).await;
+    assert_eq!((report.away, report.fault_count, report.failures.len()), (vec![], 0, 2));
+    assert!(report.failures.iter().all(|failure| failure.node == name(&world, gone)));
+    assert_eq!(report.survives, Some(1));
+    world.kill(gone).await;
+    let report = verify(&client, 1).await;
+    assert_eq!((report.away.len(), report.fault_count, report.survives), (1, 0, Some(1)));
+    assert!(!report.nodes.contains(&world.machines[gone].name));
 }
 
 /// Whatever more nodes than the margin says are lost, it restores; and some set of one more ends that.

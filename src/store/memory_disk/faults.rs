@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::file::FileState;
+use super::file::{FileState, SECTOR};
 use super::images::Node;
 use super::{MemoryDisk, hold, wrong};
 use crate::store::disk::DiskError;
@@ -84,6 +84,16 @@ impl MemoryDisk {
     /// Flips one bit on the medium only: the page cache still has the right one.
     pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
         self.with_file(path, |file| file.durable.flip(bit), bit / 8 + 1)
+    }
+
+    /// Makes the sector that has a byte of a file unreadable, in both images: reads that touch it fail.
+    pub fn fail_sector(&self, path: &str, byte: u64) -> Result<(), DiskError> {
+        let sector = byte / SECTOR as u64;
+        self.with_file(
+            path,
+            |file| byte < file.seen.len && file.unreadable.insert(sector) | true,
+            byte + 1,
+        )
     }
 
     /// Cuts a file to `len_bytes`, or extends it with zeros, in both images.

@@ -83,9 +83,17 @@ pub(super) struct FileState {
     pub(super) durable: Contents,
     dirty: BTreeSet<usize>,
     pub(super) reserved: u64,
+    /// Sectors that cannot be read.
+    pub(super) unreadable: BTreeSet<u64>,
 }
 
 impl FileState {
+    /// Whether one of the sectors of a range cannot be read.
+    pub(super) fn is_unreadable(&self, offset: u64, len: u64) -> bool {
+        let end = offset.saturating_add(len).div_ceil(SECTOR as u64);
+        self.unreadable.range(offset / SECTOR as u64..end).next().is_some()
+    }
+
     /// A file of which everything is durable.
     pub(super) fn synced(contents: Contents) -> Self {
         Self { seen: contents.clone(), durable: contents, ..Self::default() }

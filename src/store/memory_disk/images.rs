@@ -89,7 +89,10 @@ pub(super) fn image_of_dir(
                 Left::All => state.seen.clone(),
             };
             used.fetch_add(contents.len, Ordering::Relaxed);
-            let state = Mutex::new(FileState::synced(contents));
+            let unreadable = state.unreadable.clone();
+            let mut image = FileState::synced(contents);
+            image.unreadable = unreadable;
+            let state = Mutex::new(image);
             Node::File(Arc::new(FileNode { state, used: used.clone(), number: file.number }))
         }
     };

@@ -8,6 +8,8 @@ mod damage;
 #[path = "cli/full.rs"]
 mod full;
 mod machine;
+#[path = "cli/upgrade.rs"]
+mod upgrade;
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;

@@ -146,11 +146,17 @@ impl Client {
         driver: Arc<dyn SaveDriver>,
         progress: ProgressFn,
     ) -> Result<SaveReport, ClientError> {
-        let (mut restarts, mut avoid) = (0, Vec::new());
+        let (mut restarts, mut avoid, mut refused) = (0, Vec::new(), None);
         loop {
             let kept = driver.begin(restarts);
             let save = kept.map_err(|source| ClientError::SaveId { source })?;
-            let mut saving = self.begin(job, step, options, &avoid, save).await?;
+            let mut saving = match self.begin(job, step, options, &avoid, save).await {
+                // No code does without the nodes that refused: their words say why.
+                Err(error) if error.kind() == Kind::Unavailable => {
+                    return Err(refused.unwrap_or(error));
+                }
+                begun => begun?,
+            };
             let lease = self.keep_lease(&saving.begun);
             let prepared = saving.shards_of(&*driver, &progress);
             let shards = match prepared {
@@ -179,17 +185,20 @@ impl Client {
                     let _ = saving.abort().await;
                 }
                 match &error {
-                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. A node
-                    // that is gone counts as live for one lease more; one whose disk is full is not counted.
+                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. One whose
+                    // disk is full is not counted. A node that is gone counts as live for one lease more.
                     ClientError::Save(SaveError::NoHolders { .. }) if restarts <= RESTARTS => {
                         avoid.extend(saving.failures.refused());
-                        let lease = Duration::from_millis(saving.begun.lease_ms);
-                        self.caller().clock().sleep(lease).await;
+                        if !saving.failures.are_refusals() {
+                            let lease = Duration::from_millis(saving.begun.lease_ms);
+                            self.caller().clock().sleep(lease).await;
+                        }
                     }
                     _ => return Err(error),
                 }
             }
             tracing::warn!(%error, restarts, "the save begins anew");
+            refused = Some(error);
         }
     }
 

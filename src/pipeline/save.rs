@@ -159,6 +159,12 @@ impl Failures {
         let nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         nodes.iter().filter(|(_, refused)| **refused).map(|(node, _)| *node).collect()
     }
+
+    /// Whether all that failed said so: none was silent, as one is that is gone.
+    pub fn are_refusals(&self) -> bool {
+        let nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        nodes.values().all(|refused| *refused)
+    }
 }
 
 /// What all stripes of a shard share.

@@ -42,6 +42,8 @@ pub fn look_at_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     if space.free_bytes < PLENTY * bytes {
         return Ok(ReserveState::GivenUp);
     }
+    // The folder may be a new one.
+    disk.create_dir(TMP)?;
     let temporary = format!("{TMP}/{RESERVE}");
     let made = disk.create_new(&temporary).and_then(|file| {
         file.reserve(bytes)?;
@@ -63,10 +65,7 @@ mod tests {
     const TOTAL: u64 = 1 << 20;
 
     fn disk() -> MemoryDisk {
-        let disk = MemoryDisk::new(TOTAL);
-        disk.create_dir(TMP).unwrap();
-        disk.sync_dir("").unwrap();
-        disk
+        MemoryDisk::new(TOTAL)
     }
 
     fn write(disk: &MemoryDisk, bytes: u64) -> Result<(), DiskError> {

@@ -16,9 +16,9 @@ struct Tmpfs(PathBuf);
 
 impl Tmpfs {
     /// Mounts one, or says why not.
-    fn mount(path: PathBuf, size: &str) -> Option<Self> {
+    fn mount(path: PathBuf, limits: &str) -> Option<Self> {
         std::fs::create_dir_all(&path).unwrap();
-        let options = format!("size={size},mode=700");
+        let options = format!("{limits},mode=700");
         let mounted = Command::new("mount")
             .args(["-t", "tmpfs", "-o", &options, "rapidraid-test"])
             .arg(&path)
@@ -77,10 +77,10 @@ fn stored(disk: &Tmpfs) -> usize {
     files.iter().filter(|(name, _)| name.ends_with(".rep") || name.ends_with(".pc")).count()
 }
 
-fn start_with_disk(at: usize, size: &str) -> Option<(Cluster, Tmpfs)> {
+fn start_with_disk(at: usize, limits: &str) -> Option<(Cluster, Tmpfs)> {
     let set = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"];
     let cluster = Cluster::files(6, &set);
-    let disk = Tmpfs::mount(cluster.path(&format!("cluster/nodes/n{at}/data")), size)?;
+    let disk = Tmpfs::mount(cluster.path(&format!("cluster/nodes/n{at}/data")), limits)?;
     Some((cluster.started(6), disk))
 }
 
@@ -94,7 +94,7 @@ fn kill_and_start(cluster: &mut Cluster, at: usize) {
 /// The home's disk is filled once: it says so, is emptied by `rm`, and starts again after a kill.
 #[test]
 fn a_home_whose_disk_is_full_is_emptied_by_rm() {
-    let Some((mut cluster, disk)) = start_with_disk(1, "64m") else { return };
+    let Some((mut cluster, disk)) = start_with_disk(1, "size=64m") else { return };
     let data = bytes(6_000_000, 1);
     cluster.write("weights", &data);
     for step in 1..=2 {
@@ -123,7 +123,7 @@ fn a_home_whose_disk_is_full_is_emptied_by_rm() {
 /// kill, and `rm` removes what it has.
 #[test]
 fn a_node_is_emptied_though_somebody_takes_every_byte() {
-    let Some((mut cluster, disk)) = start_with_disk(4, "64m") else { return };
+    let Some((mut cluster, disk)) = start_with_disk(4, "size=64m") else { return };
     let data = bytes(6_000_000, 2);
     cluster.write("weights", &data);
     for step in 1..=2 {
@@ -154,4 +154,32 @@ fn a_node_is_emptied_though_somebody_takes_every_byte() {
     kill_and_start(&mut cluster, 4);
     cluster.run("save job/3 weights").ok();
     cluster.until("nothing is left to say", |nodes| nodes[3]["notes"] == serde_json::json!([]));
+}
+
+/// Somebody's small files take every inode, and there is room for bytes.
+#[test]
+fn a_node_without_inodes_is_emptied() {
+    let Some((mut cluster, disk)) = start_with_disk(4, "size=256m,nr_inodes=400") else { return };
+    let data = bytes(2_000_000, 3);
+    cluster.write("weights", &data);
+    for step in 1..=2 {
+        cluster.run(&format!("save job/{step} weights")).ok();
+    }
+    let before = stored(&disk);
+    let mut foreign = 0;
+    while File::create_new(disk.0.join(format!("foreign-{foreign}"))).is_ok() {
+        foreign += 1;
+    }
+    assert!(foreign > 0 && before > 0);
+    cluster.run("archive job/2").fails(1, &["n4"]);
+    kill_and_start(&mut cluster, 4);
+    cluster.run("rm job/1").ok();
+    // The home may find out by a call only that the daemon is another one.
+    let started = Instant::now();
+    while stored(&disk) == before {
+        assert!(started.elapsed() < Duration::from_secs(60), "nothing was removed");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    cluster.run("restore job/2 --out out").ok();
+    assert!(cluster.read("out/weights") == data);
 }

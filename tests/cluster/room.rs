@@ -1,10 +1,15 @@
 //! The room that a disk keeps above its high-water mark: for what was saved, not for what is new (docs/semantics.md, 7).
 
-use rapidraid::client::{Client, ClientError, SaveOptions};
+use std::io;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use rapidraid::client::{Client, ClientError, NewShard, SaveCode, SaveDriver, SaveOptions};
 use rapidraid::format::file::FileKey;
-use rapidraid::id::{Step, StripeId};
+use rapidraid::id::{SaveId, Step, StripeId};
 use rapidraid::kind::Kind;
-use rapidraid::store::Disk;
+use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::power::Leaves;
@@ -54,8 +59,10 @@ async fn disks_full_of_replicas_up_to_the_mark_are_archived() {
     let bytes = content(10_000_000, 1);
     save(&client, 1, &[("a", &bytes)]).await;
     shrink_disks(&world);
+    let began = tokio::time::Instant::now();
     let refused = save_step_2(&client, 1_000_000).await.unwrap_err();
     assert!(refused.to_string().contains("high-water mark"), "{refused}");
+    assert!(began.elapsed().as_secs() < 2, "it took {:?} to say so", began.elapsed());
     archive(&world, &client).await;
     // The pieces take three quarters of what the replicas took.
     save_step_2(&client, 1_000_000).await.unwrap();
@@ -166,5 +173,56 @@ async fn a_node_whose_disk_is_full_stays_registered() {
     disk.set_capacity(1 << 30);
     let store = world.nodes[&3].store().clone();
     world.until("the list is stored", || store.members().unwrap().nodes.len() == 7).await;
+    world.assert_idle().await;
+}
+
+/// Stores one shard, and fills the disks before the save is decided.
+struct FillsDisks {
+    bytes: Bytes,
+    disks: Vec<Arc<MemoryDisk>>,
+}
+
+#[async_trait]
+impl SaveDriver for FillsDisks {
+    fn begin(&self, attempt: u32) -> io::Result<SaveId> {
+        Ok(SaveId([attempt as u8 + 1; 12]))
+    }
+
+    fn shards(&self, _code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+        Ok(vec![shard("a", &self.bytes)])
+    }
+
+    async fn confirm(&self) -> Result<(), String> {
+        self.disks.iter().for_each(|disk| disk.set_capacity(used_bytes(&**disk)));
+        Ok(())
+    }
+}
+
+/// The commit marks fit on one node only: the save says so and waits, and is visible when there is room.
+#[tokio::test(start_paused = true)]
+async fn a_save_whose_marks_fit_nowhere_waits_and_says_so() {
+    let world = World::start(6, &[(6, 4)], 64 << 10).await;
+    let client = world.client_of(0);
+    let bytes = content(500_000, 1);
+    let disks = world.machines[1..].iter().map(|machine| machine.disk.clone()).collect();
+    let driver = Arc::new(FillsDisks { bytes: bytes.clone(), disks });
+    let saved = client.save_with(&job(), Step(1), SaveOptions::default(), driver, quiet()).await;
+    let refused = saved.unwrap_err();
+    let text = refused.to_string();
+    assert!(text.contains("no commit mark") && text.contains("no space left"), "{text}");
+    assert!(text.contains("becomes visible"), "{text}");
+    assert_eq!(client.list(Some(&job())).await.unwrap().len(), 0);
+    world.machines.iter().for_each(|machine| machine.disk.set_capacity(1 << 30));
+    let mut listed = 0;
+    for _ in 0..100 {
+        listed = client.list(Some(&job())).await.unwrap().len();
+        if listed > 0 {
+            break;
+        }
+        tokio::time::sleep(world.lease).await;
+    }
+    assert_eq!(listed, 1, "it is decided, and is never visible");
+    let (out, _) = restore(&client, 1).await.unwrap();
+    assert!(read_file(&*out, "a") == bytes);
     world.assert_idle().await;
 }

@@ -167,11 +167,11 @@ pub fn record_bodies() -> Target {
 }
 
 /// What the first byte of an input puts into the data folder before it is opened.
-const PLACES: [&str; 7] =
-    ["node.id", "epoch", "members", "graves/5a", "heard", "catch-up", "index"];
+const PLACES: [&str; 8] =
+    ["node.id", "epoch", "members", "graves/5a", "heard", "catch-up", "slots", "index"];
 /// In the first byte: the body is sealed as kind [`KINDS`] first.
 const SEAL: u8 = 0x80;
-const KINDS: [u8; 7] = [9, 12, 16, 17, 18, 24, 0];
+const KINDS: [u8; 8] = [9, 12, 16, 17, 18, 24, 7, 0];
 
 fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
@@ -209,10 +209,10 @@ pub fn folders() -> Target {
         .to_vec();
     corpus.push([&[SEAL | 3][..], &postcard::to_stdvec(&graves).unwrap()].concat());
     let entry =
-        [&[5u8][..], &[0x5a; 16], &[0, 0, 0, 1], b"block-03.rep", &[1, 0, 3, 9, 99], &[7; 32]];
+        [&[7u8][..], &[0x5a; 16], &[0, 0, 0, 1], b"block-03.rep", &[1, 0, 3, 9, 99], &[7; 32]];
     corpus.push(entry.concat());
-    // The store's own folder, the map, and what is read of each record, several times.
-    let memory = Memory { base_bytes: 64 << 10, per_byte: 100 };
+    // The store's own folder, the map, and what is read of each record, several times; 64 KiB of slots, in memory and in both images.
+    let memory = Memory { base_bytes: 320 << 10, per_byte: 100 };
     let check = move |input: &[u8]| {
         let Some((first, bytes)) = input.split_first() else { return Ok(Seen::default()) };
         let at = usize::from(first & !SEAL);

@@ -246,7 +246,7 @@ impl Director {
         });
     }
 
-    /// Turns a bit of a block, a piece or a commit mark.
+    /// Turns bits of a block, a piece or a commit mark; of a block or piece sectors may become unreadable, too, and its end may be lost.
     fn rot(&mut self, pick: u64) {
         let machine = self.rotten;
         let rots = [".rep", ".pc", "/commit"];
@@ -256,7 +256,18 @@ impl Director {
         let disk = &self.world.machines[machine].disk;
         let Some((_, path)) = files.get(coin.below(files.len() as u64) as usize) else { return };
         let len_bytes = disk.open(path).and_then(|file| file.len_bytes()).unwrap();
-        disk.flip_bit(path, coin.below(len_bytes * 8)).unwrap();
+        let is_mark = path.ends_with("/commit");
+        for _ in 0..if is_mark { 1 } else { 1 + coin.below(4) } {
+            let byte = coin.below(len_bytes);
+            match coin.below(5) {
+                3 if !is_mark => disk.fail_sector(path, byte).unwrap(),
+                4 if !is_mark => {
+                    disk.truncate(path, byte).unwrap();
+                    break;
+                }
+                _ => disk.flip_bit(path, byte * 8 + coin.below(8)).unwrap(),
+            }
+        }
         self.tell(|weather| {
             weather.rotted = true;
             weather.away.insert(machine);

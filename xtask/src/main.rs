@@ -14,6 +14,7 @@ mod python;
 mod recipe;
 mod soak;
 mod tally;
+mod upgrade;
 
 use std::process::ExitCode;
 
@@ -21,6 +22,7 @@ const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, advisories
 cargo xtask wheel   builds the Python package with the program in it, for release, below target/python/wheels
 cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
+cargo xtask upgrade [COMMIT]  a rolling upgrade from an older program, which it builds from the history, and back
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
 cargo xtask fuzz [--seconds N] [--target T] [--seed S]    the fuzz targets for N seconds in all (60)
@@ -47,6 +49,8 @@ fn main() -> ExitCode {
         ["wheel"] => recipe::wheel(),
         ["mutants"] => mutants::run(None),
         ["mutants", part] => mutants::run(Some(part)),
+        ["upgrade"] => upgrade::run(None),
+        ["upgrade", commit] => upgrade::run(Some(commit)),
         ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),
         ["fuzz", rest @ ..] => fuzz::parse(rest).map_or_else(misused, |what| fuzz::fuzz(&what)),
         ["kills", rest @ ..] => kills::parse(rest).map_or_else(misused, |what| kills::kills(&what)),

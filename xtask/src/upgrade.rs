@@ -1,0 +1,47 @@
+//! `cargo xtask upgrade`: builds an older program from the repository's history and plays a rolling upgrade from it and back.
+
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, ensure};
+
+/// The program that the changelog promises to upgrade from.
+const FROM: &str = "ac02641";
+/// Where its source and its build are.
+const FOLDER: &str = "target/upgrade";
+
+/// Plays the upgrade from `commit`, or from [`FROM`].
+pub fn run(commit: Option<&str>) -> ExitCode {
+    match try_run(commit.unwrap_or(FROM)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cargo xtask upgrade: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn try_run(commit: &str) -> Result<()> {
+    let source = format!("{FOLDER}/{commit}");
+    if !Path::new(&source).join("Cargo.toml").exists() {
+        std::fs::create_dir_all(&source)?;
+        let archive = format!("{FOLDER}/{commit}.tar");
+        call(Command::new("git").args(["archive", "--output", &archive, commit]))
+            .context("the older source is not in this clone: fetch the whole history")?;
+        call(Command::new("tar").args(["-xf", &archive, "-C", &source]))?;
+    }
+    let target = std::env::current_dir()?.join(FOLDER).join("build");
+    let mut build = Command::new("cargo");
+    build.args(["build", "--locked", "--bin", "rapidraid"]).current_dir(&source);
+    call(build.env("CARGO_TARGET_DIR", &target))?;
+    let older = target.join("debug/rapidraid");
+    let mut test = Command::new("cargo");
+    test.args(["test", "--locked", "--test", "cli", "upgrade", "--", "--nocapture"]);
+    call(test.env("RAPIDRAID_OLDER_PROGRAM", older))
+}
+
+fn call(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("{command:?}"))?;
+    ensure!(status.success(), "{command:?}: {status}");
+    Ok(())
+}

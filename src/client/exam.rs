@@ -218,7 +218,7 @@ impl Examined<'_> {
                 }
                 match wrong {
                     None => {
-                        *good.entry(view.file).or_default() += 1;
+                        *good.entry(view.file).or_default() += usize::from(!is_extra);
                         exam.good.insert((node, view.file));
                     }
                     Some(Wrong::Grains(_)) => {}

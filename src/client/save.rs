@@ -18,7 +18,7 @@ use super::{
 use crate::code::Layout;
 use crate::format::geometry::Geometry;
 use crate::format::records::{
-    FIELD_GF8, LAYOUT_STANDARD, Leaves, Record, RingNode, Saved, ShardRoot, StripeRecord,
+    FIELD_GF8, LAYOUT_STANDARD, Leaves, Node, Record, RingNode, Saved, ShardRoot, StripeRecord,
     stripes_root,
 };
 use crate::format::save_record::{SaveHead, SaveRecord};
@@ -150,13 +150,13 @@ impl Client {
         loop {
             let kept = driver.begin(restarts);
             let save = kept.map_err(|source| ClientError::SaveId { source })?;
-            let mut saving = match self.begin(job, step, options, &avoid, save).await {
-                // No code does without the nodes that refused: their words say why.
-                Err(error) if error.kind() == Kind::Unavailable => {
-                    return Err(refused.unwrap_or(error));
-                }
-                begun => begun?,
-            };
+            let mut saving = self.begin(job, step, options, &avoid, save).await?;
+            // The cluster has no code that does without the nodes that refused. They would refuse again.
+            let needs = |node: &Node| avoid.contains(&NodeId::of(&node.name));
+            if let Some(error) = refused.take().filter(|_| saving.begun.nodes.iter().any(needs)) {
+                saving.abort().await;
+                return Err(error);
+            }
             let lease = self.keep_lease(&saving.begun);
             let prepared = saving.shards_of(&*driver, &progress);
             let shards = match prepared {
@@ -189,16 +189,17 @@ impl Client {
                     // disk is full is not counted. A node that is gone counts as live for one lease more.
                     ClientError::Save(SaveError::NoHolders { .. }) if restarts <= RESTARTS => {
                         avoid.extend(saving.failures.refused());
-                        if !saving.failures.are_refusals() {
-                            let lease = Duration::from_millis(saving.begun.lease_ms);
-                            self.caller().clock().sleep(lease).await;
+                        if saving.failures.are_refusals() {
+                            refused = Some(error);
+                            continue;
                         }
+                        let lease = Duration::from_millis(saving.begun.lease_ms);
+                        self.caller().clock().sleep(lease).await;
                     }
                     _ => return Err(error),
                 }
             }
             tracing::warn!(%error, restarts, "the save begins anew");
-            refused = Some(error);
         }
     }
 

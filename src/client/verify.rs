@@ -272,15 +272,28 @@ impl Verification<'_> {
 
     /// Examines once more the stripes that were judged with nodes that have gone away since, or without nodes that are back.
     async fn examine_again(&self, exams: &mut [Exam<'_>]) -> Result<(), ClientError> {
-        for exam in exams {
-            let ring: BTreeSet<NodeId> = exam.part.root.ring.iter().map(|m| m.node).collect();
-            let is_stale = {
-                let away = lock(&self.away);
-                ring.iter().any(|node| exam.of.answered.contains(node) == away.contains_key(node))
+        for of_shard in exams.chunk_by_mut(|a, b| a.part.root.shard == b.part.root.shard) {
+            let Some(part) = of_shard.first().map(|exam| exam.part) else { continue };
+            let away: BTreeSet<NodeId> = lock(&self.away).keys().copied().collect();
+            let is_stale = |exam: &&mut Exam<'_>| {
+                let mut ring = part.root.ring.iter().map(|member| member.node);
+                ring.any(|node| exam.of.answered.contains(&node) == away.contains(&node))
             };
-            if is_stale {
-                let leaves = self.leaves(exam.part).await?;
-                exam.of = self.examine(exam.part, leaves.as_ref(), exam.index).await?;
+            let stale: Vec<&mut Exam<'_>> = of_shard.iter_mut().filter(is_stale).collect();
+            if stale.is_empty() {
+                continue;
+            }
+            let leaves = self.leaves(part).await?;
+            let leaves = leaves.as_ref();
+            let work = stale.into_iter().map(|exam| async move {
+                exam.of = self.examine(part, leaves, exam.index).await?;
+                Ok::<_, ClientError>(())
+            });
+            // Collected, so that the future of a verify can be sent to another thread.
+            let work: Vec<_> = work.collect();
+            let mut work = stream::iter(work).buffer_unordered(STRIPES_AT_ONCE);
+            while let Some(done) = work.next().await {
+                done?;
             }
         }
         Ok(())
@@ -397,11 +410,12 @@ impl Verification<'_> {
             lock(&self.away).insert(node, Silent { reason, ask_again: Duration::MAX });
             return None;
         };
-        let mut patience = self.reading.patience();
+        let (mut patience, began) = (self.reading.patience(), now());
         let error = loop {
             match self.reading.caller.call_held(&address, call, EXAMINE_LIMIT).await {
                 Ok(answer) => {
                     lock(&self.away).remove(&node);
+                    lock(&self.failures).remove(&(node, call.stripe));
                     lock(&self.answered).insert(node, address.name);
                     let lengths = answer.files.iter().filter_map(|file| Some(file.content?.0));
                     self.count(lengths.sum());
@@ -417,7 +431,9 @@ impl Verification<'_> {
                 true => "no answer".to_owned(),
                 false => error.to_string(),
             };
-            lock(&self.away).insert(node, Silent { reason, ask_again: now() + ASK_AGAIN });
+            // One that takes long to be silent is asked as rarely.
+            let pause = ASK_AGAIN.max(now().saturating_sub(began));
+            lock(&self.away).insert(node, Silent { reason, ask_again: now() + pause });
         } else {
             // It is there, and cannot read what it has.
             lock(&self.failures).insert((node, call.stripe), error.to_string());

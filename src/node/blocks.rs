@@ -479,8 +479,9 @@ impl Forward {
         match deadline(&*node.clock, FORWARD_LIMIT, open).await {
             Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
-            Ok(Err(error)) => Err(failure(Kind::Unavailable, error.to_string())),
-            Err(late) => Err(failure(Kind::Unavailable, format!("{}: {late}", to.name))),
+            // Not its own words: it may be gone.
+            Ok(Err(error)) => Err(failure(Kind::Timeout, error.to_string())),
+            Err(late) => Err(failure(Kind::Timeout, format!("{}: {late}", to.name))),
         }
     }
 

@@ -18,7 +18,7 @@ use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::hop::STREAM_WINDOW_BYTES;
 use crate::store::{
     Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledKv, SledMaps, Store,
-    StoreError, look_at_reserve,
+    StoreError, adjust_reserve,
 };
 use crate::workers::Workers;
 
@@ -142,7 +142,7 @@ impl Daemon {
         let cache_bytes = (config.memory_bytes / 64).min(MAX_INDEX_CACHE_BYTES);
         let disk = Arc::new(disk);
         // sled needs room to open, and its first failed write ends the daemon.
-        if let Err(error) = look_at_reserve(&*disk) {
+        if let Err(error) = adjust_reserve(&*disk) {
             tracing::warn!(%error, "looking at the reserve");
         }
         let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);

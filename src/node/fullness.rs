@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::Node;
-use crate::store::{Disk, ReserveState, look_at_reserve};
+use crate::store::{Disk, ReserveState, adjust_reserve};
 
 /// Between two looks at how much is free.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// What is otherwise than usual because the disk is full.
+/// Measures that are in force because the disk is full.
 #[derive(Default)]
 pub(super) struct Fullness {
     is_reserve_given_up: AtomicBool,
@@ -26,16 +26,23 @@ impl Fullness {
 impl Node {
     /// Gives the reserve up and sets it aside again.
     pub(super) async fn keep_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
+        let mut told = None;
         loop {
             let disk = disk.clone();
             let looked = self
-                .on_store(move |_| look_at_reserve(&*disk).map_err(crate::store::StoreError::from));
+                .on_store(move |_| adjust_reserve(&*disk).map_err(crate::store::StoreError::from));
             match looked.await {
                 Ok(state) => {
                     let is_given_up = state == ReserveState::GivenUp;
                     self.fullness.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
                 }
-                Err(error) => tracing::warn!(%error, "looking at the reserve"),
+                Err(error) => {
+                    let text = Some(error.to_string());
+                    if told != text {
+                        tracing::warn!(%error, "the reserve cannot be adjusted");
+                    }
+                    told = text;
+                }
             }
             self.clock.sleep(LOOK_EVERY).await;
         }
@@ -55,6 +62,9 @@ impl Node {
             notes.push(format!(
                 "its data folder takes no writes ({error}): nothing is stored there"
             ));
+        }
+        if !self.store.has_slots() {
+            notes.push("it had no room for the slots of tombstones: on a full disk it could not be emptied; free space".into());
         }
         if self.fullness.is_reserve_given_up.load(Ordering::Relaxed) {
             notes.push(

@@ -59,7 +59,22 @@ impl Hosting {
     ) -> Result<Self, CatalogueError> {
         let is_new = seen == Epoch::default();
         let gone = || CatalogueError::Gone { seen, found: Epoch::default() };
-        let opened = match maps.existing() {
+        let existing = maps.existing();
+        if let Err(error) = &existing
+            && error.is_full()
+        {
+            // It is whole, and opens when there is room: nothing is begun in its place.
+            tracing::error!(%error, "the disk has no room for the catalogue's map: it is not served");
+            let why = format!(
+                "the disk has no room for its map ({error}): free space and start the daemon again"
+            );
+            return Ok(Self {
+                state: Mutex::new(State::No(Some(why))),
+                maps,
+                heard: Mutex::default(),
+            });
+        }
+        let opened = match existing {
             Ok(Some(kv)) => open(kv).map(Some),
             Ok(None) if begin && is_new => open(maps.fresh()?).map(Some),
             Ok(None) if begin => Err(gone()),

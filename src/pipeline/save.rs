@@ -147,7 +147,8 @@ impl Failures {
     fn note(&self, failed: &Failed) {
         let refused = failed.has_refused();
         let mut nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *nodes.entry(failed.node).or_default() |= refused;
+        // One that was silent once may be gone, whatever it said before.
+        *nodes.entry(failed.node).or_insert(true) &= refused;
     }
 
     fn has(&self, node: NodeId) -> bool {
@@ -160,10 +161,10 @@ impl Failures {
         nodes.iter().filter(|(_, refused)| **refused).map(|(node, _)| *node).collect()
     }
 
-    /// Whether all that failed said so: none was silent, as one is that is gone.
+    /// Returns whether nodes failed and each of them refused. False if any did not answer.
     pub fn are_refusals(&self) -> bool {
         let nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        nodes.values().all(|refused| *refused)
+        !nodes.is_empty() && nodes.values().all(|refused| *refused)
     }
 }
 
@@ -200,14 +201,15 @@ struct Failed {
 }
 
 impl Failed {
-    /// The holder said that it cannot, or that the other one cannot or is not reached.
+    /// The holder said that it cannot.
     fn has_refused(&self) -> bool {
         !self.error.is_unanswered() && self.error.kind() == Kind::Unavailable
     }
 
     /// The holder answered, and not for another holder that it could not reach.
     fn is_answered(&self) -> bool {
-        !self.error.is_unanswered() && self.error.kind() != Kind::Unavailable
+        !self.error.is_unanswered()
+            && !matches!(self.error.kind(), Kind::Unavailable | Kind::Timeout)
     }
 }
 
@@ -402,8 +404,8 @@ impl Upload {
         match answer.map_err(holder)?.forwarded {
             Some(Ok(())) => Ok(info),
             Some(Err(message)) => {
-                let kind = Kind::Unavailable;
-                let error = CallError::Failed(Failure { kind, message });
+                // Whether it refused or is gone the first holder does not say.
+                let error = CallError::Failed(Failure { kind: Kind::Timeout, message });
                 Err(BlockError::Holder(Failed { node: holders.1, error }))
             }
             None => {

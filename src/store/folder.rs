@@ -313,9 +313,10 @@ impl Store {
         &self,
         after: Option<ShardId>,
     ) -> Result<impl Iterator<Item = ShardId>, StoreError> {
+        // Slots come first: a tombstone has its file before its slot is free.
+        let in_slots = self.shards_in_slots();
         let names = self.disk().folders(SHARDS)?;
         let mut shards: Vec<ShardId> = names.iter().filter_map(|name| name.parse().ok()).collect();
-        let in_slots = self.shards_in_slots();
         if !in_slots.is_empty() {
             shards.extend(in_slots);
             shards.sort_unstable();

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::kv::{Batch, Kv, KvError, MAX_PAGE, Pair, scan_start};
@@ -13,7 +14,13 @@ const PAIR_BYTES: usize = 96;
 #[derive(Debug, Default)]
 pub struct MemoryKv {
     pairs: Mutex<BTreeMap<Vec<u8>, Vec<u8>>>,
+    /// What the pairs take, and may take.
+    bytes: AtomicUsize,
     limit_bytes: Option<usize>,
+}
+
+fn pair_bytes(key: &[u8], value: &[u8]) -> usize {
+    key.len() + value.len() + PAIR_BYTES
 }
 
 impl MemoryKv {
@@ -29,7 +36,8 @@ impl MemoryKv {
 
     /// Another map with what is in this one now: a backup.
     pub fn copy(&self) -> Self {
-        Self { pairs: Mutex::new(self.pairs().clone()), limit_bytes: self.limit_bytes }
+        let bytes = self.bytes.load(Ordering::Relaxed).into();
+        Self { pairs: Mutex::new(self.pairs().clone()), bytes, limit_bytes: self.limit_bytes }
     }
 
     fn pairs(&self) -> MutexGuard<'_, BTreeMap<Vec<u8>, Vec<u8>>> {
@@ -45,18 +53,26 @@ impl Kv for MemoryKv {
     fn apply(&self, batch: &Batch) -> Result<(), KvError> {
         batch.check()?;
         let mut pairs = self.pairs();
-        // The pairs of the index, which is what is bounded, are of about one length.
-        if let (Some(limit_bytes), Some((key, value))) = (self.limit_bytes, pairs.first_key_value())
-            && batch.changes.iter().any(|(_, value)| value.is_some())
-            && pairs.len().saturating_mul(key.len() + value.len() + PAIR_BYTES) >= limit_bytes
+        let more = batch.changes.iter().map(|(key, value)| match value {
+            Some(value) => pair_bytes(key, value),
+            None => 0,
+        });
+        let more: usize = more.sum();
+        let bytes = self.bytes.load(Ordering::Relaxed);
+        if let Some(limit_bytes) =
+            self.limit_bytes.filter(|limit| more > 0 && bytes + more > *limit)
         {
             return Err(KvError::NoMemory { limit_bytes });
         }
         for (key, value) in &batch.changes {
-            match value {
+            let old = match value {
                 Some(value) => pairs.insert(key.clone(), value.clone()),
                 None => pairs.remove(key),
             };
+            let new = value.as_ref().map_or(0, |value| pair_bytes(key, value));
+            self.bytes.fetch_add(new, Ordering::Relaxed);
+            let old = old.map_or(0, |old| pair_bytes(key, &old));
+            self.bytes.fetch_sub(old, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -71,5 +87,24 @@ impl Kv for MemoryKv {
         let range = pairs.range::<[u8], _>((scan_start(prefix, after), Bound::Unbounded));
         let within = range.take_while(|(key, _)| key.starts_with(prefix));
         Ok(within.take(limit.min(MAX_PAGE)).map(|(k, v)| (k.clone(), v.clone())).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bounded_map_takes_so_much_and_no_more() {
+        let kv = MemoryKv::bounded(3 * (PAIR_BYTES + 2));
+        for key in ["a", "b", "c", "c"] {
+            kv.apply(Batch::new().put(key, "1"))
+                .unwrap_or_else(|error| assert_eq!(key, "c", "{error}"));
+        }
+        let more = kv.apply(Batch::new().put("d", "1"));
+        assert!(matches!(more, Err(KvError::NoMemory { .. })));
+        kv.apply(Batch::new().delete("a").delete("x")).unwrap();
+        kv.apply(Batch::new().put("d", "1")).unwrap();
+        assert_eq!(kv.scan(b"", None, 9).unwrap().len(), 3);
     }
 }

@@ -56,7 +56,7 @@ pub use memory_kv::MemoryKv;
 pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
 pub use reconcile::{Found, Reconciled};
-pub use reserve::{ReserveState, look_at_reserve};
+pub use reserve::{ReserveState, adjust_reserve};
 pub use sled_kv::{SledKv, SledMaps};
 pub use small::{MAX_SMALL_BYTES, Scope};
 pub use stored_file::StoredFile;

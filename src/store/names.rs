@@ -115,6 +115,11 @@ impl Names {
         Ok(())
     }
 
+    /// Makes a name that is there durable.
+    pub(super) fn sync(&self, path: &str) -> Result<(), DiskError> {
+        self.sync_up(parent(path))
+    }
+
     /// Syncs a folder, or the nearest above it when others have removed it; gives which.
     fn sync_or_above<'a>(&self, dir: &'a str) -> Result<&'a str, DiskError> {
         let mut dir = dir;

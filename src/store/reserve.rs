@@ -21,11 +21,18 @@ pub enum ReserveState {
     GivenUp,
 }
 
-/// Gives the reserve up when less than its length is free, and sets it aside when there is plenty.
-pub fn look_at_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
+/// Removes the reserve when less than its length is free, and makes it again when there is plenty. Returns whether it is there. A file of the
+/// name that has bytes is somebody's, and stays.
+pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;
     let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);
-    let is_there = if_found(disk.open(RESERVE))?.is_some();
+    let file = if_found(disk.open(RESERVE))?;
+    let is_there = file.is_some();
+    if let Some(file) = file
+        && file.len_bytes()? > 0
+    {
+        return Ok(ReserveState::GivenUp);
+    }
     if is_there && space.free_bytes >= bytes {
         return Ok(ReserveState::SetAside);
     }
@@ -76,19 +83,19 @@ mod tests {
     #[test]
     fn it_is_given_up_when_little_is_free_and_set_aside_when_there_is_plenty() {
         let (disk, reserve) = (disk(), TOTAL / RESERVE_PART);
-        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::SetAside);
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::SetAside);
         assert_eq!(disk.space().unwrap().free_bytes, TOTAL - reserve);
         write(&disk, TOTAL - 2 * reserve).unwrap();
-        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::SetAside, "as much is free");
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::SetAside, "as much is free");
         disk.set_capacity(TOTAL - reserve);
-        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::GivenUp);
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::GivenUp);
         assert!(disk.space().unwrap().free_bytes >= reserve / 2, "what it held is free");
-        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::GivenUp);
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::GivenUp);
         disk.set_capacity(TOTAL);
-        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::GivenUp, "that is not plenty");
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::GivenUp, "that is not plenty");
         disk.remove("foreign").unwrap();
         disk.sync_dir("").unwrap();
-        assert_eq!(look_at_reserve(&disk).unwrap(), ReserveState::SetAside);
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::SetAside);
     }
 
     #[test]
@@ -97,12 +104,12 @@ mod tests {
             for is_full in [false, true] {
                 let disk = disk();
                 if is_full {
-                    look_at_reserve(&disk).unwrap();
+                    adjust_reserve(&disk).unwrap();
                     write(&disk, TOTAL - 2 * TOTAL / RESERVE_PART).unwrap();
                     disk.set_capacity(TOTAL - TOTAL / RESERVE_PART);
                 }
                 disk.fail_after(failing);
-                let looked = look_at_reserve(&disk);
+                let looked = adjust_reserve(&disk);
                 for after in [disk.crash(), disk.crash_torn(failing)] {
                     after.set_capacity(TOTAL);
                     let _ = after.remove("foreign");
@@ -111,7 +118,7 @@ mod tests {
                         after.remove(&format!("{TMP}/{}", entry.name)).unwrap();
                     });
                     after.sync_all().unwrap();
-                    let again = look_at_reserve(&after).unwrap();
+                    let again = adjust_reserve(&after).unwrap();
                     assert_eq!(again, ReserveState::SetAside, "{failing}: {looked:?}");
                 }
             }

@@ -210,10 +210,15 @@ fn open_checked(
         db.iter().try_for_each(|pair| pair.map(drop))?;
         Ok(db)
     };
+    remove_unfinished_snapshots(path)?;
     // sled panics on some damage.
-    let db = catch_unwind(AssertUnwindSafe(open))
-        .map_err(|_| damaged(path, "it panicked while it was opened".to_owned()))?
-        .map_err(|error| sled_error("open", path, error))?;
+    let opened = catch_unwind(AssertUnwindSafe(open))
+        .map_err(|_| damaged(path, "it panicked while it was opened".to_owned()))
+        .and_then(|opened| opened.map_err(|error| sled_error("open", path, error)));
+    if opened.is_err() {
+        remove_unfinished_snapshots(path)?;
+    }
+    let db = opened?;
     let file_path = path.join("db");
     let file = open_file(&file_path).map_err(|error| io_error("open", &file_path, error))?;
     let folders = [Some(path), path.parent()].into_iter().flatten();
@@ -226,6 +231,25 @@ fn open_checked(
     let kv = SledKv { path, db, file, sync, writing: Mutex::new(()), failed };
     kv.barrier()?;
     Ok(kv)
+}
+
+/// A snapshot that sled could not finish, on a full disk, say, would be taken for the newest one, and the map for damaged.
+#[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait
+fn remove_unfinished_snapshots(path: &Path) -> Result<(), KvError> {
+    let failed = |error| io_error("clear", path, error);
+    let entries = match std::fs::read_dir(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.map_err(failed)?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with("snap.") && name.ends_with(".generating") {
+            std::fs::remove_file(entry.path()).map_err(failed)?;
+        }
+    }
+    Ok(())
 }
 
 /// Gives a broken folder the first free name beside it.
@@ -321,6 +345,20 @@ mod tests {
         assert!(matches!(long, Err(KvError::TooLong { part: "value", .. })));
         let long = kv.apply(Batch::new().put(vec![0; MAX_KEY_BYTES + 1], ""));
         assert!(matches!(long, Err(KvError::TooLong { part: "key", .. })));
+    }
+
+    /// The rest of a snapshot that did not fit on the disk.
+    #[test]
+    fn an_unfinished_snapshot_is_no_damage() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("map"));
+        let (kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        kv.apply(Batch::new().put("a", "1")).unwrap();
+        drop(kv);
+        std::fs::write(path.join("snap.FFFFFFFFFFFFFFFF.generating"), b"cut").unwrap();
+        let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(kv.get(b"a").unwrap().unwrap(), b"1");
     }
 
     #[test]

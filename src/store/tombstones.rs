@@ -7,14 +7,16 @@ use std::sync::{MutexGuard, PoisonError};
 use super::StoreError;
 use super::disk::{DiskError, DiskFile};
 use super::folder::Store;
+use super::names::shard_dir;
 use super::small::{Scope, if_found};
 use crate::format::envelope::record_len;
 use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};
+use crate::kind::Kind;
 
 /// The file of the slots, in the data folder.
 const SLOTS: &str = "slots";
-/// The length of a slot: a sector of any disk, so that a slot is written whole or not.
+/// The length of a slot: a sector, so that a power cut leaves a slot that is being written as it was, or damaged, and no other.
 const SLOT_BYTES: usize = 512;
 /// How many there are.
 const SLOT_COUNT: usize = 128;
@@ -49,24 +51,26 @@ impl Slots {
         Ok(written?)
     }
 
-    fn free(&self) -> Option<usize> {
+    fn first_free(&self) -> Option<usize> {
         let held: BTreeSet<usize> = self.held.values().map(|slot| slot.number).collect();
         (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unknown.contains(number))
     }
 
-    /// The tombstones in these bytes, by their slots.
-    fn parse(bytes: &[u8]) -> BTreeMap<SaveId, Slot> {
-        let mut held = BTreeMap::new();
-        for (number, slot) in bytes.chunks(SLOT_BYTES).enumerate() {
-            let Some(bytes) = record_len(slot).and_then(|len| slot.get(..len)) else { continue };
-            match Tombstone::parse(bytes) {
-                Ok(tombstone) => {
-                    held.insert(tombstone.save, Slot { number, bytes: bytes.to_vec() });
+    /// Takes what a slot of the file holds.
+    fn take(&mut self, number: usize, slot: &[u8]) {
+        let Some(bytes) = record_len(slot).and_then(|len| slot.get(..len)) else { return };
+        match Tombstone::parse(bytes) {
+            Ok(tombstone) => {
+                self.held.insert(tombstone.save, Slot { number, bytes: bytes.to_vec() });
+            }
+            Err(error) => {
+                tracing::warn!(number, %error, "a slot holds no tombstone that can be read");
+                // One of a later release is kept.
+                if error.kind() != Kind::Corrupt {
+                    self.unknown.insert(number);
                 }
-                Err(error) => tracing::warn!(number, %error, "a slot holds no tombstone"),
             }
         }
-        held
     }
 }
 
@@ -84,34 +88,49 @@ impl Store {
         self.slots_of_folder().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the slots at the start, and makes the file when there is none. Without room for it there are no slots.
+    /// Reads the slots at the start, and makes the file when there is none.
     pub(super) fn open_slots(&self) -> Result<(), StoreError> {
-        let mut bytes = vec![0; SLOT_BYTES * SLOT_COUNT];
-        let mut held = BTreeMap::new();
+        let mut slots = Slots::default();
         if let Some(file) = if_found(self.disk().open_to_write(SLOTS))? {
-            let len = usize::try_from(file.len_bytes()?).unwrap_or(usize::MAX).min(bytes.len());
-            file.read_at(&mut bytes[..len], 0)?;
-            held = Slots::parse(&bytes);
-            if len == SLOT_BYTES * SLOT_COUNT {
-                *self.slots() = Slots { file: Some(file), held, unknown: BTreeSet::new() };
-                return Ok(());
+            let mut slot = [0; SLOT_BYTES];
+            let mut is_whole = true;
+            for number in 0..SLOT_COUNT {
+                match file.read_at(&mut slot, (number * SLOT_BYTES) as u64) {
+                    Ok(()) => slots.take(number, &slot),
+                    Err(DiskError::Short { .. }) => is_whole = false,
+                    Err(error) => {
+                        tracing::warn!(number, %error, "a slot cannot be read");
+                        slots.unknown.insert(number);
+                    }
+                }
             }
+            slots.file = is_whole.then_some(file);
         }
-        let file = match self.make_slots(&bytes) {
-            Ok(file) => Some(file),
-            Err(error) => {
-                tracing::warn!(%error, "there is no room for the slots: on a full disk nothing can be removed");
-                None
-            }
-        };
-        *self.slots() = Slots { file, held, unknown: BTreeSet::new() };
+        *self.slots() = slots;
+        if let Err(error) = self.make_slots() {
+            tracing::warn!(%error, "there is no room for the slots: on a full disk nothing can be removed");
+        }
         Ok(())
     }
 
-    fn make_slots(&self, bytes: &[u8]) -> Result<Box<dyn DiskFile>, StoreError> {
+    /// Whether a tombstone can be stored on a full disk.
+    pub fn has_slots(&self) -> bool {
+        self.slots().file.is_some()
+    }
+
+    /// Makes the file of the slots where there is none, with the tombstones that a cut one held.
+    fn make_slots(&self) -> Result<(), StoreError> {
+        let mut slots = self.slots();
+        if slots.file.is_some() {
+            return Ok(());
+        }
+        let mut bytes = vec![0; SLOT_BYTES * SLOT_COUNT];
+        for slot in slots.held.values() {
+            bytes[slot.number * SLOT_BYTES..][..slot.bytes.len()].copy_from_slice(&slot.bytes);
+        }
         let temporary = self.names().temporary();
         let made = self.disk().create_new(&temporary).and_then(|file| {
-            file.write_at(bytes, 0)?;
+            file.write_at(&bytes, 0)?;
             file.sync()
         });
         let made = made.and_then(|()| self.names().publish(&temporary, SLOTS, || Ok(())));
@@ -119,7 +138,9 @@ impl Store {
             let _ = self.disk().remove(&temporary);
         }
         made?;
-        Ok(self.disk().open_to_write(SLOTS)?)
+        slots.file = Some(self.disk().open_to_write(SLOTS)?);
+        slots.unknown.clear();
+        Ok(())
     }
 
     /// Stores the tombstone of a save and returns when it is durable. It takes a slot when the disk is full.
@@ -128,11 +149,17 @@ impl Store {
             Err(full @ StoreError::Disk(DiskError::Full { .. })) => full,
             put => return put,
         };
+        let file = self.get_small(scope_of(save), TOMBSTONE)?;
+        if file.is_some_and(|bytes| Tombstone::parse(&bytes).is_ok()) {
+            // Its name may not be durable yet.
+            return Ok(self.names().sync(&format!("{}/{TOMBSTONE}", shard_dir(shard_of(save))))?);
+        }
         let mut slots = self.slots();
         if slots.held.contains_key(&save) {
             return Ok(());
         }
-        let number = slots.free().filter(|_| slots.file.is_some() && bytes.len() <= SLOT_BYTES);
+        let number =
+            slots.first_free().filter(|_| slots.file.is_some() && bytes.len() <= SLOT_BYTES);
         let Some(number) = number else { return Err(full) };
         slots.write(number, bytes)?;
         slots.held.insert(save, Slot { number, bytes: bytes.to_vec() });
@@ -142,8 +169,12 @@ impl Store {
 
     /// The tombstone of a save, or `None`.
     pub fn tombstone(&self, save: SaveId) -> Result<Option<Vec<u8>>, StoreError> {
-        let file = self.get_small(scope_of(save), TOMBSTONE)?;
-        Ok(file.or_else(|| self.slots().held.get(&save).map(|slot| slot.bytes.clone())))
+        // The slot comes first: a tombstone has its file before its slot is free.
+        let slot = self.slots().held.get(&save).map(|slot| slot.bytes.clone());
+        match slot {
+            Some(bytes) => Ok(Some(bytes)),
+            None => self.get_small(scope_of(save), TOMBSTONE),
+        }
     }
 
     /// Removes the tombstone of a save and returns when that is durable.
@@ -160,17 +191,22 @@ impl Store {
         Ok(())
     }
 
-    /// Gives each tombstone in a slot a file, where there is room now. Slots of saves that have their graves are freed.
+    /// Gives each tombstone in a slot a file, where there is room now, and frees slots of saves that have their graves. Makes the slots where
+    /// there was no room for them. One that fails keeps none of the others; the last error is returned.
     pub fn empty_slots(&self) -> Result<(), StoreError> {
+        let mut result = self.make_slots();
         let held: Vec<(SaveId, Vec<u8>)> =
             self.slots().held.iter().map(|(save, slot)| (*save, slot.bytes.clone())).collect();
         for (save, bytes) in held {
-            if !self.is_entombed(save)? {
-                self.put_small(scope_of(save), TOMBSTONE, &bytes)?;
-            }
-            self.free_slot(save)?;
+            let emptied = self.is_entombed(save).and_then(|is_entombed| {
+                if !is_entombed {
+                    self.put_small(scope_of(save), TOMBSTONE, &bytes)?;
+                }
+                self.free_slot(save)
+            });
+            result = emptied.and(result);
         }
-        Ok(())
+        result
     }
 
     /// The shards under which tombstones in slots are listed, in order.
@@ -245,6 +281,63 @@ mod tests {
         let there = [3, 5, 9].map(|number| store.tombstone(save(number)).unwrap().is_some());
         assert_eq!(there, [false, true, true]);
         assert!(store.is_entombed(save(3)).unwrap());
+    }
+
+    /// A reader meets each moment of the move from a slot to a file: the disk moves the tombstone before the reader's own operation.
+    #[test]
+    fn a_tombstone_is_seen_while_it_moves_to_its_file() {
+        for moment in 0..6 {
+            for lists in [false, true] {
+                let disk = MemoryDisk::new(CAPACITY);
+                let store = open(&disk);
+                fill(&disk);
+                store.put_tombstone(save(7), &tombstone(7)).unwrap();
+                disk.set_capacity(CAPACITY);
+                let (mover, at) = (store.clone(), std::sync::Mutex::new(0));
+                disk.set_guard(move |_| {
+                    let is_now = at.try_lock().is_ok_and(|mut at| {
+                        *at += 1;
+                        *at == moment + 1
+                    });
+                    if is_now {
+                        mover.empty_slots().unwrap();
+                    }
+                    true
+                });
+                let is_seen = match lists {
+                    false => store.tombstone(save(7)).unwrap().is_some(),
+                    true => store.shards(None).unwrap().any(|shard| shard.save() == save(7)),
+                };
+                assert!(is_seen, "moment {moment}, lists: {lists}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_has_a_file_takes_no_slot_and_a_sector_that_fails_is_no_reason_not_to_start() {
+        let disk = MemoryDisk::new(CAPACITY);
+        let store = open(&disk);
+        store.put_tombstone(save(1), &tombstone(1)).unwrap();
+        fill(&disk);
+        store.put_tombstone(save(1), &tombstone(1)).unwrap();
+        assert!(store.slots().held.is_empty());
+        store.put_tombstone(save(2), &tombstone(2)).unwrap();
+        drop(store);
+        let disk = disk.crash();
+        disk.fail_sector(SLOTS, 5 * SLOT_BYTES as u64).unwrap();
+        let store = open(&disk);
+        assert!(store.tombstone(save(2)).unwrap().is_some());
+        assert!(store.slots().unknown.contains(&5));
+        // A node that was full when it was upgraded gets its slots later.
+        drop(store);
+        disk.remove(SLOTS).unwrap();
+        disk.sync_dir("").unwrap();
+        fill(&disk);
+        let store = open(&disk);
+        assert!(!store.has_slots());
+        disk.set_capacity(CAPACITY);
+        store.empty_slots().unwrap();
+        assert!(store.has_slots());
     }
 
     #[test]

@@ -117,6 +117,23 @@ fn a_home_whose_disk_is_full_is_emptied_by_rm() {
     }
     cluster.run("restore job/2 --out out").ok();
     assert!(cluster.read("out/weights") == data);
+    // Somebody takes the reserve, too: the daemon starts as often as it is told to, serves no catalogue, and has not lost it.
+    let filler = Filler::start(disk.0.join("foreign"));
+    std::thread::sleep(Duration::from_secs(2));
+    for _ in 0..3 {
+        kill_and_start(&mut cluster, 1);
+    }
+    cluster.run("restore job/2 --out again").ok();
+    drop(filler);
+    std::fs::remove_file(disk.0.join("foreign")).unwrap();
+    kill_and_start(&mut cluster, 1);
+    cluster.run("save job/3 weights").ok();
+    let listed = cluster.run("ls job --json").ok().json();
+    let steps: Vec<&serde_json::Value> =
+        listed["steps"].as_array().unwrap().iter().map(|step| &step["step"]).collect();
+    assert_eq!(steps, [&2, &3]);
+    let left = tree(&disk.0);
+    assert!(!left.iter().any(|(name, _)| name.contains("broken")), "a map was set aside");
 }
 
 /// A foreign writer takes every byte of another node's disk and does not stop: archiving ends and names the node, the node starts after a

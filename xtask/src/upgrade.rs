@@ -22,13 +22,19 @@ pub fn run(commit: Option<&str>) -> ExitCode {
 }
 
 fn try_run(commit: &str) -> Result<()> {
-    let source = format!("{FOLDER}/{commit}");
-    if !Path::new(&source).join("Cargo.toml").exists() {
-        std::fs::create_dir_all(&source)?;
-        let archive = format!("{FOLDER}/{commit}.tar");
-        call(Command::new("git").args(["archive", "--output", &archive, commit]))
-            .context("the older source is not in this clone: fetch the whole history")?;
-        call(Command::new("tar").args(["-xf", &archive, "-C", &source]))?;
+    let found = Command::new("git").args(["rev-parse", "--verify", commit]).output()?;
+    ensure!(found.status.success(), "{commit} is not in this clone: fetch the whole history");
+    let commit = String::from_utf8(found.stdout)?;
+    let source = format!("{FOLDER}/{}", commit.trim());
+    if !Path::new(&source).exists() {
+        let (archive, aside) = (format!("{FOLDER}/source.tar"), format!("{FOLDER}/source"));
+        if Path::new(&aside).exists() {
+            std::fs::remove_dir_all(&aside)?;
+        }
+        std::fs::create_dir_all(&aside)?;
+        call(Command::new("git").args(["archive", "--output", &archive, commit.trim()]))?;
+        call(Command::new("tar").args(["-xf", &archive, "-C", &aside]))?;
+        std::fs::rename(&aside, &source)?;
     }
     let target = std::env::current_dir()?.join(FOLDER).join("build");
     let mut build = Command::new("cargo");

@@ -347,6 +347,28 @@ mod tests {
         assert!(matches!(long, Err(KvError::TooLong { part: "key", .. })));
     }
 
+    /// docs/semantics.md, 7, derives the reserve from it.
+    #[test]
+    fn a_removal_takes_less_of_the_disk_than_the_reserve_has_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (lock, path) = (held(folder.path()), folder.path().join("map"));
+        let (kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
+        let key = |number: u32| format!("f/{:064x}", number.wrapping_mul(0x9e37_79b9));
+        let entries = 3000;
+        for first in (0..entries).step_by(100) {
+            let mut batch = Batch::new();
+            (first..first + 100).for_each(|number| drop(batch.put(key(number), vec![7; 70])));
+            kv.apply(&batch).unwrap();
+        }
+        let bytes = || std::fs::metadata(path.join("db")).unwrap().len();
+        let before = bytes();
+        for number in 0..entries {
+            kv.apply(Batch::new().delete(key(number))).unwrap();
+        }
+        let each = (bytes() - before) / u64::from(entries);
+        assert!(each <= 300, "{each} bytes a removal");
+    }
+
     /// The rest of a snapshot that did not fit on the disk.
     #[test]
     fn an_unfinished_snapshot_is_no_damage() {

@@ -206,7 +206,7 @@ impl Answer for Removed {
         if !self.answer.waiting.is_empty() {
             let names: Vec<&str> = self.answer.waiting.iter().map(PeerName::as_str).collect();
             out.push_str(&format!(
-                "  not removed yet on {}: these are asked again until they have, later each time; `rapidraid status` shows how they are\n",
+                "  not removed yet on {}: the cluster retries with increasing delay; `rapidraid status` shows the state of these nodes\n",
                 names.join(", ")
             ));
         }

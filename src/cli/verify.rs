@@ -190,11 +190,11 @@ impl Answer for Verified {
         out.push_str(&listed("could not be examined", &by_reason(&report.failures), paint));
         let lacking = report.lacking.iter().map(|fault| {
             format!(
-                "{}: {} of {}, of which other nodes have enough",
+                "{} has no {} of {}; enough other nodes have one",
                 fault.node, fault.held, fault.shard
             )
         });
-        out.push_str(&listed("without", &lacking.collect::<Vec<_>>(), paint));
+        out.push_str(&listed("not held", &lacking.collect::<Vec<_>>(), paint));
         let mended = report.mended.iter().map(|fault| {
             let stripe = fault.stripe.unwrap_or_default();
             format!("{} of stripe {stripe} of {} on {}", fault.held, fault.shard, fault.node)
@@ -223,10 +223,12 @@ impl Verified {
         let mut lines = Vec::new();
         if has(is_replica) {
             let what = format!("rapidraid verify --mend {}/{}", report.job, report.step);
-            lines.push(format!("damaged replicas are made good again by `{what}`"));
+            lines.push(format!(
+                "`{what}` repairs damaged replicas of stripes that are not archived"
+            ));
         }
         if report.faults.iter().any(|fault| !is_replica(fault)) {
-            let text = "archiving makes missing replicas again; pieces and records are not made again by this release: keep the other nodes up, or save the step again";
+            let text = "archiving recreates missing replicas, and catching up rewrites damaged commit marks. This release does not recreate pieces or other records: keep the other nodes up, or save the step again";
             lines.push(text.to_owned());
         }
         lines.iter().map(|line| format!("{} {line}\n", paint.tint(Tint::Cyan, "hint:"))).collect()

@@ -250,8 +250,8 @@ impl Examined<'_> {
         Some(piece.root)
     }
 
-    /// Judges the records. A stripe cannot be read without its record, and no record is believed without the leaves: returns the number of
-    /// good copies of the one that has fewer.
+    /// Judges the records. Returns the number of good copies of the stripe's record, or of the leaves if these were examined, too, and have
+    /// fewer.
     fn judge_records(&self, exam: &mut StripeExam) -> usize {
         let mut expected: Vec<(NodeId, Held, Option<[u8; 32]>)> = Vec::new();
         let on_ring = self.root.ring.iter().map(|member| member.node);

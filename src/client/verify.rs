@@ -31,15 +31,15 @@ const STRIPES_AT_ONCE: usize = 4;
 const ASK_AGAIN: Duration = Duration::from_secs(10);
 /// Nodes that are asked at once for a stripe.
 const NODES_AT_ONCE: usize = 32;
-/// A node has examined a stripe within this, with the examinations before it in its queue.
+/// The time-out of one [`ExamineStripe`], with the time in the node's queue.
 const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
-/// All damaged replicas are mended within this, and 1 s for each [`MEND_PACE_BYTES`] of them.
+/// How long the client waits for replicas to be mended, and 1 s for each [`MEND_PACE_BYTES`] of them. Others stay in the report.
 const MEND_LIMIT: Duration = Duration::from_secs(30);
 const MEND_PACE_BYTES: u64 = 4 << 20;
 /// Between two looks whether a replica is mended.
 const MEND_LOOK: Duration = Duration::from_millis(500);
 /// Faults that a report names; all are counted.
-pub const MAX_FAULTS: usize = 10_000;
+const MAX_FAULTS: usize = 10_000;
 
 /// A part of a checkpoint that is not as it should be, on a node that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,20 +84,20 @@ pub struct VerifyReport {
     pub records: u64,
     /// Nodes that answered.
     pub nodes: Vec<PeerName>,
-    /// Nodes of the rings that did not answer: what they have was not judged.
+    /// Nodes of the rings that did not answer, are not registered, or do not support the call.
     pub away: Vec<Away>,
     /// Nodes that answer and could not examine a stripe, by their disks' errors, say.
     pub failures: Vec<Away>,
-    /// Records that nodes lack, of which as many are there as the commit promised; at most [`MAX_FAULTS`].
+    /// Records that nodes lack, of which as many are there as the commit promised; at most 10,000.
     pub lacking: Vec<Fault>,
-    /// What is wrong, at most [`MAX_FAULTS`].
+    /// What is wrong, at most 10,000.
     pub faults: Vec<Fault>,
     /// How much is wrong.
     pub fault_count: u64,
-    /// What was wrong and is mended, at most [`MAX_FAULTS`].
+    /// What was wrong and is mended, at most 10,000.
     pub mended: Vec<Fault>,
     /// The largest number such that any so many of the nodes that answered may be lost and every stripe can still be read from the others.
-    /// `None` when a stripe cannot be read from them now.
+    /// `None` if the parts found good do not prove that every stripe can be read.
     pub survives: Option<usize>,
     /// The first stripe that survives no more losses than that.
     pub weakest: Option<(ShardName, u32)>,
@@ -299,7 +299,7 @@ impl Verification<'_> {
         Ok(())
     }
 
-    /// Examines a stripe, again if it was archived meanwhile.
+    /// Examines a stripe. If it has faults or cannot be read, and its state has changed, examines it again.
     async fn examine(
         &self,
         part: &Part,
@@ -435,7 +435,7 @@ impl Verification<'_> {
             let pause = ASK_AGAIN.max(now().saturating_sub(began));
             lock(&self.away).insert(node, Silent { reason, ask_again: now() + pause });
         } else {
-            // It is there, and cannot read what it has.
+            // The node answered with an error: its examination of this stripe failed.
             lock(&self.failures).insert((node, call.stripe), error.to_string());
         }
         None
@@ -459,7 +459,7 @@ impl Verification<'_> {
         let clock = self.reading.caller.clock();
         let mut reported = Vec::new();
         for (at, exam) in exams.iter().enumerate() {
-            // Without a catalogue no node mends, and an archived stripe needs no replicas.
+            // Nodes mend only replicas of stripes that are not archived, and only with a catalogue.
             let Some(state) = &exam.part.state else { continue };
             if matches!(state.stripe(exam.index), Some(StripeState::Archived { .. })) {
                 continue;

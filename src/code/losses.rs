@@ -17,7 +17,7 @@ pub struct NodeShare {
 
 /// Returns the largest number such that any so many of `nodes` may be lost and every block of `wanted` can still be read: from a replica,
 /// or from pieces of `code` that span it. Returns `None` when a block cannot be read from all of them together. The ranks of what is left
-/// decide, so it holds for codes that are not MDS, too. After [`MAX_SETS`] sets it returns the number that it has proven by then.
+/// decide, so it holds for codes that are not MDS, too. After 100,000 sets it returns the number that it has proven by then.
 pub fn survivable_losses(wanted: &[u8], code: Option<&Code>, nodes: &[NodeShare]) -> Option<usize> {
     let mut left: Vec<&NodeShare> =
         nodes.iter().filter(|node| **node != NodeShare::default()).collect();

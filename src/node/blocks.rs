@@ -479,7 +479,7 @@ impl Forward {
         match deadline(&*node.clock, FORWARD_LIMIT, open).await {
             Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
-            // Not its own words: it may be gone.
+            // The error is this node's, not the second holder's, which must not count as having refused.
             Ok(Err(error)) => Err(failure(Kind::Timeout, error.to_string())),
             Err(late) => Err(failure(Kind::Timeout, format!("{}: {late}", to.name))),
         }

@@ -56,7 +56,7 @@ impl DamagedRecords {
 pub(super) struct Exams {
     /// For those that are under way, or wait.
     places: Semaphore,
-    /// Held over the look at a file: so at most one examination stands before looks that others wait for.
+    /// Held while a file is looked at, so that any other look waits behind at most one examination.
     turn: tokio::sync::Mutex<()>,
 }
 
@@ -181,7 +181,7 @@ fn examine_records(
 /// The digest of a record on the disk: `None` when there is none, `Some(None)` when it is damaged.
 ///
 /// # Errors
-/// When it is of a later release.
+/// When it is of a later release, or too many files are open.
 fn read_record(
     store: &Store,
     shard: ShardId,
@@ -213,7 +213,7 @@ fn digest_of(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 32]>, Forma
     Ok(match record {
         RecordName::Leaves => {
             let leaves = Leaves::parse(bytes)?;
-            // Of other stripes than their root names they are as good as damaged.
+            // Leaves that do not match their own root count as damaged.
             leaves.root.admits(&leaves).then(|| digest::of_root(&leaves.root)).flatten()
         }
         RecordName::Mark => digest::of_root(&CommitMark::parse(bytes)?.root),

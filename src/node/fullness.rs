@@ -64,7 +64,7 @@ impl Node {
             ));
         }
         if !self.store.has_slots() {
-            notes.push("it had no room for the slots of tombstones: on a full disk it could not be emptied; free space".into());
+            notes.push("it has no slots for tombstones, so `rm` may fail when its disk is full: free space".into());
         }
         if self.fullness.is_reserve_given_up.load(Ordering::Relaxed) {
             notes.push(

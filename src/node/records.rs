@@ -168,8 +168,8 @@ impl Node {
         Ok(())
     }
 
-    /// Refuses to make a replica of a stripe that is archived. One that was made late is dropped, if the others are: whoever found them
-    /// dropped had seen enough pieces (semantics 4.8). While they are not, it stays for whoever orders their drops.
+    /// Fails if the stripe is archived. If the catalogue records its drops as complete, this also drops replicas that were made late here: the
+    /// coordinator had seen enough pieces (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
     pub(super) async fn still_replicated(&self, stripe: StripeId) -> Result<(), Failure> {
         let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
         let state = state.and_then(|(state, _)| state.stripe(stripe.index));

@@ -43,7 +43,7 @@ pub enum Look {
     Whole,
     /// It is damaged, which is noted.
     Damaged(Arc<Damage>),
-    /// It lies under a name that is not its own: what it says that it is. It belongs into quarantine.
+    /// Its header does not match its name: the mismatch as text. It belongs into quarantine.
     Misplaced(String),
 }
 

@@ -48,7 +48,7 @@ pub enum KvError {
         /// The folder.
         path: String,
     },
-    /// It is in memory, and that is used up.
+    /// The index in memory has reached its limit.
     #[error(
         "the disk has no room for the index, and more files are here than {limit_bytes} bytes of memory can list: free space on the disk and start the daemon again, or raise `memory`"
     )]
@@ -79,7 +79,7 @@ impl KvError {
         }
     }
 
-    /// Whether it is that the disk has no room.
+    /// Returns whether the disk, or a quota, is full.
     pub fn is_full(&self) -> bool {
         use std::io::ErrorKind::{QuotaExceeded, StorageFull};
         matches!(self, Self::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))

@@ -29,7 +29,7 @@ impl MemoryKv {
         Self::default()
     }
 
-    /// An empty map that takes about `limit_bytes` of memory.
+    /// Returns an empty map that refuses writes which would raise its estimated size above `limit_bytes`.
     pub fn bounded(limit_bytes: usize) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..Self::default() }
     }

@@ -17,12 +17,12 @@ const PLENTY: u64 = 4;
 pub enum ReserveState {
     /// It is set aside.
     SetAside,
-    /// It was given up, and the disk has not room enough yet to set it aside again.
+    /// No reserve is in place: it was removed, could not be created yet, or somebody's file has its name.
     GivenUp,
 }
 
-/// Removes the reserve when less than its length is free, and makes it again when there is plenty. Returns whether it is there. A file of the
-/// name that has bytes is somebody's, and stays.
+/// Removes the reserve when fewer bytes are free than it allocates, and recreates it when four times as many are free. Returns whether it
+/// is in place. A file of its name that has bytes is somebody's and stays.
 pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;
     let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);

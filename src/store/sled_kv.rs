@@ -357,7 +357,9 @@ mod tests {
         let entries = 3000;
         for first in (0..entries).step_by(100) {
             let mut batch = Batch::new();
-            (first..first + 100).for_each(|number| drop(batch.put(key(number), vec![7; 70])));
+            for number in first..first + 100 {
+                batch.put(key(number), vec![7; 70]);
+            }
             kv.apply(&batch).unwrap();
         }
         let bytes = || std::fs::metadata(path.join("db")).unwrap().len();

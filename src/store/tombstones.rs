@@ -108,7 +108,7 @@ impl Store {
         }
         *self.slots() = slots;
         if let Err(error) = self.make_slots() {
-            tracing::warn!(%error, "there is no room for the slots: on a full disk nothing can be removed");
+            tracing::warn!(%error, "cannot create the slots: removals may fail when the disk is full");
         }
         Ok(())
     }
@@ -191,8 +191,8 @@ impl Store {
         Ok(())
     }
 
-    /// Gives each tombstone in a slot a file, where there is room now, and frees slots of saves that have their graves. Makes the slots where
-    /// there was no room for them. One that fails keeps none of the others; the last error is returned.
+    /// Creates the slots if there are none. Then writes each tombstone from its slot to a file and frees the slot; the slot of a save that has
+    /// its grave is freed directly. Goes on after a failure and returns the last error.
     pub fn empty_slots(&self) -> Result<(), StoreError> {
         let mut result = self.make_slots();
         let held: Vec<(SaveId, Vec<u8>)> =

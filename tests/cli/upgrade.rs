@@ -69,7 +69,7 @@ impl Upgrade {
         bytes(700_000 + 1000 * step as usize, step)
     }
 
-    /// One version saves and archives a step, the other one restores it and an early one.
+    /// The client of one version saves a step. The other version's archives every second one, and restores it and early ones.
     fn work(&mut self, version: Version) {
         let other = match version {
             Version::Older => Version::This,

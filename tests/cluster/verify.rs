@@ -349,7 +349,7 @@ async fn nodes_that_come_and_go_are_judged_by_what_they_say_last() {
     assert!(!report.nodes.contains(&world.machines[gone].name));
 }
 
-/// Whatever more nodes than the margin says are lost, it restores; and some set of one more ends that.
+/// While no more nodes are lost than the margin says a restore succeeds, and with one more it fails.
 #[tokio::test(start_paused = true)]
 async fn the_margin_is_what_restores_survive() {
     let code = table::find(8, 4).unwrap();

@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 
-/// The program that the changelog promises to upgrade from.
+/// The commit of the older program that is used when none is given.
 const FROM: &str = "ac02641";
 /// Where its source and its build are.
 const FOLDER: &str = "target/upgrade";

@@ -111,7 +111,7 @@ fn hint_of(kind: Kind) -> &'static str {
         Kind::Busy => "try again shortly; `rapidraid status` shows what is short",
         Kind::Timeout => "try again; `rapidraid status` shows which node is slow",
         Kind::Corrupt => {
-            "`rapidraid verify JOB/STEP` reads every byte of a checkpoint, `rapidraid status` shows what was set aside"
+            "`rapidraid verify JOB/STEP` checks every copy of a checkpoint, `rapidraid status` shows what is damaged or was set aside"
         }
         Kind::Lost => {
             "bring lost nodes back: every node that returns may be the one that is missing"

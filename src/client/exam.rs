@@ -399,3 +399,6 @@ fn judge_file(view: &SourceView, root: Option<[u8; 32]>) -> Option<Wrong> {
         (Some(_), Some(grains)) => Some(Wrong::Grains(grains.len() as u64)),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -113,7 +113,7 @@ impl World {
     pub fn snapshot(&self) -> BTreeMap<String, Vec<u8>> {
         let mut all = BTreeMap::new();
         for (index, path) in self.files(|_| true) {
-            let bytes = super::read_file(&*self.machines[index].disk, &path);
+            let bytes = super::read_sectors(&*self.machines[index].disk, &path);
             all.insert(format!("{index}:{path}"), bytes);
         }
         let kv = self.map();

@@ -470,6 +470,18 @@ pub async fn restore_error(client: &Client, step: u64) -> rapidraid::client::Cli
     }
 }
 
+/// The bytes of a file; sectors that cannot be read count as zeros.
+pub fn read_sectors(disk: &dyn Disk, path: &str) -> Vec<u8> {
+    let file = disk.open(path).unwrap();
+    let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
+    for (sector, bytes) in (0..).zip(bytes.chunks_mut(512)) {
+        if file.read_at(bytes, sector * 512).is_err() {
+            bytes.fill(0);
+        }
+    }
+    bytes
+}
+
 pub fn read_file(disk: &dyn Disk, path: &str) -> Vec<u8> {
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];

@@ -389,7 +389,8 @@ Every node reads its replicas, pieces and records of the checkpoint from its dis
 the network. Damage is noted there, and `status` shows it; verify itself moves and changes no file.
 Nodes mend replicas that they know to be damaged within the hour, with --mend at once. The exit
 code is 1 when something is damaged or missing on a node that answers, when such a node could not
-examine a stripe (failures), or when it is not certain that the checkpoint can be read. The step may be `latest`, the greatest that is committed.
+examine a stripe (failures), or when it is not certain that the checkpoint can be read. The step
+may be `latest`, the greatest that is committed.
 
 With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node,
 reason), failures (as away), faults (node, shard, stripe, part, wrong), fault_count, lacking and

@@ -19,7 +19,7 @@ use crate::kind::Kind;
 /// The version of every JSON document that the command line prints.
 pub const SCHEMA: u32 = 1;
 
-/// What a command gives back when it does what was asked.
+/// The result of a command that did what was asked.
 pub trait Answer {
     /// The fields of the JSON document, without `schema`.
     fn json(&self) -> Map<String, Value>;
@@ -33,7 +33,7 @@ pub trait Answer {
     }
 }
 
-/// What a command gives back when it fails.
+/// The result of a command that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     /// What kind of failure; decides the exit code and, without a hint of its own, the hint.

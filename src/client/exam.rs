@@ -43,14 +43,14 @@ impl fmt::Display for Held {
     }
 }
 
-/// What is wrong with a part.
+/// A defect of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wrong {
     /// So many of its grains are damaged; the others are good.
     Grains(u64),
-    /// It is damaged as a whole: a record, or a file whose tail is broken.
+    /// The record does not parse, or the tail of the file is broken.
     Damaged,
-    /// It is whole and says something else than what was committed.
+    /// The part is whole, and its contents are not those that were committed.
     Other,
     /// The node does not have it.
     Missing,
@@ -76,7 +76,7 @@ pub(super) struct FaultAt {
     pub wrong: Wrong,
 }
 
-/// What came out of the examination of a stripe.
+/// The result of the examination of a stripe.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct StripeExam {
     pub faults: Vec<FaultAt>,
@@ -96,7 +96,7 @@ pub(super) struct StripeExam {
 /// Numbers of [`survivable_losses`] that were computed: stripes differ in their nodes, hardly in what these have.
 pub(super) type Known = HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
 
-/// What is fixed of a stripe, and what its nodes answered.
+/// The records of a stripe, and the answers of its nodes.
 pub(super) struct Examined<'a> {
     pub root: &'a ShardRoot,
     /// The record, and its hash that the commit fixed; `None` when no node has it, and for a shard without a stripe.
@@ -206,7 +206,7 @@ impl Examined<'_> {
                         Some((counts, _)) if *counts == attempt => {
                             (Held::Piece(piece), self.root_of_piece(piece))
                         }
-                        // Of an attempt that does not count.
+                        // The piece belongs to an attempt that does not count.
                         _ => continue,
                     },
                 };

@@ -52,7 +52,7 @@ pub struct Fault {
     pub stripe: Option<u32>,
     /// The part.
     pub held: Held,
-    /// What is wrong with it.
+    /// The defect.
     pub wrong: Wrong,
 }
 
@@ -90,18 +90,18 @@ pub struct VerifyReport {
     pub failures: Vec<Away>,
     /// Records that nodes lack, of which as many are there as the commit promised; at most 10,000.
     pub lacking: Vec<Fault>,
-    /// What is wrong, at most 10,000.
+    /// The defects that were found, at most 10,000.
     pub faults: Vec<Fault>,
-    /// How much is wrong.
+    /// The number of defects.
     pub fault_count: u64,
-    /// What was wrong and is mended, at most 10,000.
+    /// The defects that were mended, at most 10,000.
     pub mended: Vec<Fault>,
     /// The largest number such that any so many of the nodes that answered may be lost and every stripe can still be read from the others.
     /// `None` if the parts found good do not prove that every stripe can be read.
     pub survives: Option<usize>,
     /// The first stripe that survives no more losses than that.
     pub weakest: Option<(ShardName, u32)>,
-    /// What went wrong and was survived.
+    /// Errors that did not end the verify.
     pub incidents: Vec<String>,
 }
 

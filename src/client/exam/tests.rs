@@ -112,7 +112,7 @@ fn copies_that_are_to_be_dropped_replace_none_and_are_no_fault() {
     let lost = stripe.judge(false);
     let fault = FaultAt { node: NodeId(0), held: Held::Replica(0), wrong: Wrong::Missing };
     assert_eq!((lost.faults, lost.survives), (vec![fault], Some(1)));
-    // What is to be dropped counts where nothing else is left.
+    // A copy that is to be dropped counts where no other is left.
     (1..3).for_each(|node| stripe.files(node).clear());
     assert_eq!(stripe.judge(false).survives, Some(0));
     // Damage of such a copy is no fault of the checkpoint.

@@ -105,7 +105,8 @@ pub fn holdings(
 mod tests {
     use super::*;
     use crate::format::records::{Node, RingNode};
-    use crate::id::{Attempt, Generation, Job, SaveId, ShardId, Step};
+    use crate::format::samples;
+    use crate::id::{Attempt, Generation};
 
     fn view(name: &str) -> NodeView {
         let node = Node {
@@ -123,24 +124,7 @@ mod tests {
         let nodes: Vec<NodeView> = ["a", "b", "c", "d", "e", "f"].map(view).into();
         let ring =
             nodes.iter().map(|view| RingNode { node: NodeId::of(&view.node.name), domain: 0 });
-        let root = ShardRoot {
-            job: "j".parse::<Job>().unwrap(),
-            step: Step(1),
-            save: SaveId([0; 12]),
-            index: 0,
-            shards: 1,
-            shard: ShardId([0; 16]),
-            name: "x".parse().unwrap(),
-            len_bytes: 4 << 16,
-            block_bytes: 1 << 16,
-            n: 6,
-            k: 4,
-            layout: 1,
-            field: 1,
-            fingerprint_key: [0; 32],
-            ring: ring.collect(),
-            stripes_root: [0; 32],
-        };
+        let root = samples::shard_root(ring.collect());
         let mut state = ShardState::fresh(Generation::default(), 1);
         let held = holdings(&root, &state, 0, &nodes);
         let replicas: Vec<String> = held.iter().map(|h| h.replicas.join(" ")).collect();

@@ -12,6 +12,8 @@ pub mod file;
 pub mod geometry;
 pub mod grain_set;
 pub mod records;
+#[cfg(test)]
+pub(crate) mod samples;
 pub mod save_record;
 pub mod table;
 pub mod tree;

@@ -72,13 +72,6 @@ async fn archive(world: &World, step: u64, plan: PlanChoice) -> ArchiveReport {
     client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap()
 }
 
-/// Files of the newest save's stripe, by the beginning of their name, in order of machines.
-async fn files(world: &World, step: u64, stripe: u32, name: &str) -> Vec<(usize, String)> {
-    let shown = world.client().show(&job(), Some(Step(step))).await.unwrap();
-    let start = format!("shards/{}/{stripe:08x}/{name}", shown.shards[0].0.shard);
-    world.files(|path| path.starts_with(&start))
-}
-
 #[tokio::test(start_paused = true)]
 async fn a_damaged_replica_is_found_by_restore_named_and_mended() {
     let world = World::start(6, &[(6, 4)], BLOCK).await;
@@ -90,7 +83,7 @@ async fn a_damaged_replica_is_found_by_restore_named_and_mended() {
         for holder in 0..2 {
             let step = 2 * round + holder as u64;
             save(&client, step, &[("weights", &bytes)]).await;
-            let victim = files(&world, step, 1, "block-02").await.remove(holder);
+            let victim = world.files_of_step(step, "00000001/block-02").await.remove(holder);
             damage.strike(&world, &victim);
             let (out, report) = restore(&client, step).await.unwrap();
             assert!(read_file(&*out, "weights") == bytes, "{damage:?}");
@@ -128,9 +121,9 @@ async fn rotten_replicas_are_made_again_before_they_are_archived() {
             save(&client, step, &[("weights", &bytes)]).await;
             // Two blocks of one stripe, another one of the other, on three nodes.
             let victims = [
-                files(&world, step, 0, "block-00").await.remove(0),
-                files(&world, step, 0, "block-03").await.remove(1),
-                files(&world, step, 1, "block-01").await.remove(1),
+                world.files_of_step(step, "00000000/block-00").await.remove(0),
+                world.files_of_step(step, "00000000/block-03").await.remove(1),
+                world.files_of_step(step, "00000001/block-01").await.remove(1),
             ];
             victims.iter().for_each(|victim| damage.strike(&world, victim));
             let report = archive(&world, step, plan).await;
@@ -161,7 +154,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
             let client = world.client();
             let bytes = content(LEN, 3);
             save(&client, 1, &[("weights", &bytes)]).await;
-            let victims = files(&world, 1, 0, "block-02").await;
+            let victims = world.files_of_step(1, "00000000/block-02").await;
             assert_eq!(victims.len(), 2);
             for (victim, damage) in victims.iter().zip(damages) {
                 damage.strike(&world, victim);
@@ -239,7 +232,7 @@ async fn rotten_pieces_are_left_out_and_reported() {
         for pair in 0..3 {
             let step = 3 * round + pair as u64;
             archived(&world, step, &bytes).await;
-            let victims = &files(&world, step, 0, "piece-").await[2 * pair..][..2];
+            let victims = &world.files_of_step(step, "00000000/piece-").await[2 * pair..][..2];
             victims.iter().for_each(|victim| damage.strike(&world, victim));
             let (out, report) = restore(&client, step).await.unwrap();
             assert!(read_file(&*out, "weights") == bytes, "{damage:?}");
@@ -267,12 +260,13 @@ async fn pieces_of_other_stripes_or_attempts_are_not_used() {
         let (step, other) = (10 + pair as u64, 20 + pair as u64);
         archived(&world, step, &bytes).await;
         archived(&world, other, &foreign).await;
-        let victims = files(&world, step, 0, "piece-").await[2 * pair..][..2].to_vec();
+        let victims = world.files_of_step(step, "00000000/piece-").await[2 * pair..][..2].to_vec();
         for victim in &victims {
             // The file of the same piece: of the other save on one node, of the other stripe on the next.
             let (from, stripe) = if victim == &victims[0] { (other, 0) } else { (step, 1) };
             let number = &victim.1.rsplit('/').next().unwrap()[.."piece-00".len()];
-            let source = files(&world, from, stripe, number).await.remove(0);
+            let source =
+                world.files_of_step(from, &format!("{stripe:08x}/{number}")).await.remove(0);
             let strange = read_file(&*world.machines[source.0].disk, &source.1);
             overwrite(&world, victim, &strange);
         }
@@ -283,7 +277,7 @@ async fn pieces_of_other_stripes_or_attempts_are_not_used() {
     }
     // An attempt that the catalogue does not name: its pieces are there, and not looked at.
     save(&client, 1, &[("weights", &bytes)]).await;
-    let stale = files(&world, 20, 0, "piece-").await;
+    let stale = world.files_of_step(20, "00000000/piece-").await;
     let shown = client.show(&job(), Some(Step(1))).await.unwrap();
     let shard = shown.shards[0].0.shard;
     for (machine, path) in stale {
@@ -305,7 +299,7 @@ async fn more_rotten_pieces_than_the_code_bears_are_told_and_nothing_is_left() {
     let world = World::start(6, &[(6, 4)], BLOCK).await;
     let client = world.client();
     archived(&world, 1, &content(LEN, 8)).await;
-    for victim in &files(&world, 1, 1, "piece-").await[..3] {
+    for victim in &world.files_of_step(1, "00000001/piece-").await[..3] {
         Damage::FirstBit.strike(&world, victim);
     }
     let error = restore_error(&client, 1).await;
@@ -345,14 +339,14 @@ async fn of_each_record_one_good_copy_is_enough() {
     }
     // Without any receipt the pieces still decode, and the decoded bytes are checked by the record.
     archived(&world, 90, &bytes).await;
-    for receipt in files(&world, 90, 0, "receipt-").await {
+    for receipt in world.files_of_step(90, "00000000/receipt-").await {
         Damage::Emptied.strike(&world, &receipt);
     }
     let (out, _) = restore(&client, 90).await.unwrap();
     assert!(read_file(&*out, "weights") == bytes);
     // Without any record there is no way to check: refused.
     archived(&world, 91, &bytes).await;
-    for record in files(&world, 91, 1, "record").await {
+    for record in world.files_of_step(91, "00000001/record").await {
         Damage::LastBit.strike(&world, &record);
     }
     let error = restore_error(&client, 91).await;

@@ -29,13 +29,6 @@ async fn archive(client: &Client, step: u64) {
         .unwrap();
 }
 
-/// Files of a stripe of the step, or of its shard's folder, whose name begins so.
-async fn files(world: &World, step: u64, below: &str) -> Vec<(usize, String)> {
-    let shown = world.client().show(&job(), Some(Step(step))).await.unwrap();
-    let start = format!("shards/{}/{below}", shown.shards[0].0.shard);
-    world.files(|path| path.starts_with(&start))
-}
-
 fn flip(world: &World, (machine, path): &(usize, String), byte: u64) {
     world.machines[*machine].disk.flip_bit(path, 8 * byte).unwrap();
 }
@@ -92,7 +85,7 @@ async fn rotten_pieces_are_named_and_the_margin_is_told() {
     let bytes = content(LEN / 2, 1);
     save(&client, 1, &[("weights", &bytes)]).await;
     archive(&client, 1).await;
-    let pieces = files(&world, 1, "00000000/piece-").await;
+    let pieces = world.files_of_step(1, "00000000/piece-").await;
     assert_eq!(pieces.len(), 6);
     flip(&world, &pieces[3], 100);
     flip(&world, &pieces[4], 70_000);
@@ -140,7 +133,7 @@ async fn damaged_and_missing_records_are_named() {
     ];
     let mut expected = BTreeSet::new();
     for (turn, (below, held)) in kinds.into_iter().enumerate() {
-        let copies = files(&world, 1, below).await;
+        let copies = world.files_of_step(1, below).await;
         assert_eq!(copies.len(), 6, "{below}");
         let stripe = below.contains('/').then_some(0);
         let (damaged, missing) = (&copies[turn], &copies[5 - turn]);
@@ -167,7 +160,7 @@ async fn damaged_and_missing_records_are_named() {
     let damaged = notes.iter().filter(|note| note.contains("record is damaged: ")).count();
     assert_eq!(damaged, 4, "{notes:?}");
     // As few copies of a record as one are the margin, whatever the pieces are.
-    let copies = files(&world, 1, "00000000/record").await;
+    let copies = world.files_of_step(1, "00000000/record").await;
     for (machine, path) in &copies[1..] {
         let _ = world.machines[*machine].disk.remove(path);
     }
@@ -185,7 +178,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let client = world.client();
     let bytes = content(LEN, 1);
     save(&client, 1, &[("weights", &bytes)]).await;
-    let block = files(&world, 1, "00000001/block-01").await;
+    let block = world.files_of_step(1, "00000001/block-01").await;
     assert_eq!(block.len(), 2);
     flip(&world, &block[0], 5);
     flip(&world, &block[1], 70_000);
@@ -198,7 +191,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     assert_eq!((report.fault_count, report.survives), (0, Some(1)), "{:?}", found(&report));
     assert_eq!(report.mended.len(), 2);
     // A sector that cannot be read, and bytes of the tail that are good in the page cache only.
-    let sectors = files(&world, 1, "00000001/block-02").await;
+    let sectors = world.files_of_step(1, "00000001/block-02").await;
     let disk = |at: usize| &world.machines[sectors[at].0].disk;
     disk(0).fail_sector(&sectors[0].1, 3).unwrap();
     let len = disk(1).open(&sectors[1].1).unwrap().len_bytes().unwrap();
@@ -209,7 +202,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let report = client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
     assert_eq!((report.fault_count, report.mended.len()), (0, 2), "{:?}", report.faults);
     // A whole file of other bytes is no replica.
-    let other = files(&world, 1, "00000000/block-00").await.remove(0);
+    let other = world.files_of_step(1, "00000000/block-00").await.remove(0);
     let store = world.nodes[&other.0].store();
     world.machines[other.0].disk.remove(&other.1).unwrap();
     let shown = client.show(&job(), Some(Step(1))).await.unwrap();
@@ -239,12 +232,12 @@ async fn missing_and_foreign_files_are_named_and_stay_where_they_are() {
     let bytes = content(LEN, 1);
     save(&client, 1, &[("weights", &bytes)]).await;
     archive(&client, 1).await;
-    let pieces = files(&world, 1, "00000000/piece-").await;
+    let pieces = world.files_of_step(1, "00000000/piece-").await;
     let disk = |at: usize| &world.machines[pieces[at].0].disk;
     disk(0).remove(&pieces[0].1).unwrap();
     disk(1).truncate(&pieces[1].1, 10).unwrap();
     // The file of another stripe.
-    let other = files(&world, 1, "00000001/piece-").await;
+    let other = world.files_of_step(1, "00000001/piece-").await;
     let of_same = other.iter().find(|(machine, _)| *machine == pieces[2].0).unwrap();
     disk(2).rename(&of_same.1, &pieces[2].1).unwrap();
     let before = stored(&world);
@@ -274,7 +267,7 @@ async fn a_stripe_without_receipts_is_not_whole() {
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN / 2, 1))]).await;
     archive(&client, 1).await;
-    for receipt in files(&world, 1, "00000000/receipt-").await {
+    for receipt in world.files_of_step(1, "00000000/receipt-").await {
         flip(&world, &receipt, 40);
     }
     let report = verify(&client, 1).await;
@@ -290,13 +283,13 @@ async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
     let mut world = World::start(8, &[(6, 4)], BLOCK).await;
     let client = world.client_of(0);
     save(&client, 1, &[("weights", &content(LEN / 2, 1))]).await;
-    let replicas = files(&world, 1, "00000000/block-").await;
+    let replicas = world.files_of_step(1, "00000000/block-").await;
     let victim = replicas.iter().map(|(machine, _)| *machine).find(|machine| *machine > 1).unwrap();
     world.kill(victim).await;
     archive(&client, 1).await;
     let report = verify(&client, 1).await;
     assert_eq!((report.fault_count, report.survives), (0, Some(2)), "{:?}", report.faults);
-    let pieces = files(&world, 1, "00000000/piece-").await;
+    let pieces = world.files_of_step(1, "00000000/piece-").await;
     let others: Vec<_> = pieces.iter().filter(|(machine, _)| *machine > 0).collect();
     for piece in &others[1..4] {
         flip(&world, piece, 10);
@@ -335,7 +328,7 @@ async fn nodes_that_come_and_go_are_judged_by_what_they_say_last() {
     let client = world.client_of(0);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     archive(&client, 1).await;
-    let pieces = files(&world, 1, "00000000/piece-").await;
+    let pieces = world.files_of_step(1, "00000000/piece-").await;
     let gone = pieces.iter().map(|(machine, _)| *machine).find(|machine| *machine > 0).unwrap();
     let disk = world.machines[gone].disk.clone();
     disk.set_guard(|_| false);
@@ -358,7 +351,7 @@ async fn the_margin_is_what_restores_survive() {
         let bytes = content(LEN / 2, 1);
         save(&world.client(), 1, &[("weights", &bytes)]).await;
         archive(&world.client(), 1).await;
-        let pieces = files(&world, 1, "00000000/piece-").await;
+        let pieces = world.files_of_step(1, "00000000/piece-").await;
         pieces[..rotten].iter().for_each(|piece| flip(&world, piece, 9));
         let report = verify(&world.client(), 1).await;
         let margin = code.n() - code.k() - rotten;

@@ -109,6 +109,13 @@ impl World {
         pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
     }
 
+    /// Files of the first shard of a step whose path in the shard's folder begins so, in order of machines.
+    pub async fn files_of_step(&self, step: u64, begins: &str) -> Vec<(usize, String)> {
+        let shown = self.client().show(&job(), Some(Step(step))).await.unwrap();
+        let start = format!("shards/{}/{begins}", shown.shards[0].0.shard);
+        self.files(|path| path.starts_with(&start))
+    }
+
     /// Everything that lasts: all files with their bytes, and the catalogue's keys with their values.
     pub fn snapshot(&self) -> BTreeMap<String, Vec<u8>> {
         let mut all = BTreeMap::new();

@@ -3,7 +3,8 @@
 use super::*;
 use crate::code::RsCode;
 use crate::format::records::{BlockInfo, ReceiptPiece, RingNode, StripeFixed};
-use crate::id::{ClusterId, Generation, SaveId, ShardId, Step, StripeId};
+use crate::format::samples;
+use crate::id::{ClusterId, Generation, StripeId};
 use crate::wire::calls::RecordView;
 
 const ATTEMPT: Attempt = Attempt([1; 16]);
@@ -25,24 +26,7 @@ fn file(file: FileName) -> SourceView {
 impl Stripe {
     fn whole() -> Self {
         let ring = (0..8).map(|node| RingNode { node: NodeId(node), domain: 0 }).collect();
-        let root = ShardRoot {
-            job: "j".parse().unwrap(),
-            step: Step(1),
-            save: SaveId([0; 12]),
-            index: 0,
-            shards: 1,
-            shard: ShardId([0; 16]),
-            name: "x".parse().unwrap(),
-            len_bytes: 4 * GRAIN_BYTES,
-            block_bytes: GRAIN_BYTES,
-            n: 6,
-            k: 4,
-            layout: 1,
-            field: 1,
-            fingerprint_key: [0; 32],
-            ring,
-            stripes_root: [0; 32],
-        };
+        let root = samples::shard_root(ring);
         let stripe = StripeId { shard: root.shard, index: 0 };
         let cut = root.geometry().unwrap().stripe(0).unwrap();
         let block = BlockInfo { len_bytes: GRAIN_BYTES, root: [7; 32], fingerprints: Vec::new() };

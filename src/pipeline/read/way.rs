@@ -350,30 +350,9 @@ fn pieces_of(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::records::{BlockInfo, FIELD_GF8, LAYOUT_STANDARD, StripeFixed};
-    use crate::id::{Generation, SaveId, ShardId, Step, StripeId};
-
-    fn root() -> ShardRoot {
-        let save = SaveId([1; 12]);
-        ShardRoot {
-            job: "job".parse().unwrap(),
-            step: Step(1),
-            save,
-            index: 0,
-            shards: 1,
-            shard: ShardId::new(save, 0),
-            name: "weights".parse().unwrap(),
-            len_bytes: 4 * GRAIN_BYTES,
-            block_bytes: GRAIN_BYTES,
-            n: 6,
-            k: 4,
-            layout: LAYOUT_STANDARD,
-            field: FIELD_GF8,
-            fingerprint_key: [2; 32],
-            ring: Vec::new(),
-            stripes_root: [3; 32],
-        }
-    }
+    use crate::format::records::{BlockInfo, StripeFixed};
+    use crate::format::samples;
+    use crate::id::{Generation, StripeId};
 
     #[test]
     fn no_node_is_first_for_two_blocks() {
@@ -403,7 +382,7 @@ mod tests {
 
     #[test]
     fn what_is_leaving_is_read_by_its_pieces_if_there_are_any() {
-        let root = root();
+        let root = samples::shard_root(Vec::new());
         let stripe = StripeId { shard: root.shard, index: 0 };
         let cut = root.geometry().unwrap().stripe(0).unwrap();
         let block = BlockInfo { len_bytes: GRAIN_BYTES, root: [7; 32], fingerprints: Vec::new() };

@@ -5,6 +5,7 @@
 //! The keys and records are those of docs/semantics.md, section 2.
 
 pub mod evidence;
+pub mod key_scan;
 pub mod local;
 pub mod map;
 pub mod records;

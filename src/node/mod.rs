@@ -3,35 +3,13 @@
 //! [`Node`] is the logic over traits, so that a cluster of them runs in one process; [`Daemon`] is one on the real machine.
 //! Any node is a gateway: a client may ask any of them for anything.
 
-mod away;
-mod blocks;
-mod catch_up;
-mod census;
-mod collect;
-mod custody;
+mod background;
+mod catalogue_server;
 mod daemon;
-mod damage;
-mod dispatch;
-mod exam;
-mod failure;
-mod fullness;
 mod gateway;
-mod hosting;
-mod inventory;
-mod leftovers;
-mod marks;
-mod membership;
-mod moving;
-mod notes;
-mod orphans;
-mod policy;
 mod quorum;
-mod rebuild;
-mod records;
-mod removal;
-mod saving;
-mod waits;
-mod walk;
+mod rpc;
+mod storage;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicBool;
@@ -42,8 +20,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use hosting::Hosting;
-use removal::Underways;
+use catalogue_server::serving::Hosting;
+use gateway::removal::Underways;
 
 pub use daemon::{Daemon, NodeError};
 
@@ -184,18 +162,18 @@ pub struct Node {
     /// Saves that the collector is at.
     collecting: Underways,
     /// Removals that it waits for.
-    removals: Mutex<waits::Waits>,
+    removals: Mutex<background::retry::Waits>,
     rebuilding: tokio::sync::Mutex<()>,
     /// Nodes that introduced themselves.
     met: Mutex<BTreeMap<PeerName, formats::Node>>,
-    policy: Mutex<policy::Desk>,
-    kept: Mutex<BTreeMap<SaveId, orphans::Kept>>,
-    away: away::Away,
-    catching_up: catch_up::CatchingUp,
-    mending: damage::Mending,
-    damaged_records: exam::DamagedRecords,
-    exams: exam::Exams,
-    fullness: fullness::Fullness,
+    policy: Mutex<background::retention::Desk>,
+    kept: Mutex<BTreeMap<SaveId, background::orphan_gc::Kept>>,
+    away: gateway::without_catalogue::Away,
+    catching_up: background::catch_up::CatchingUp,
+    mending: storage::damage::Mending,
+    damaged_records: storage::examine::DamagedRecords,
+    exams: storage::examine::Exams,
+    fullness: storage::disk_space::Fullness,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -236,8 +214,8 @@ impl Node {
             clock.clone(),
             budgets.archive.clone(),
         );
-        let policy = policy::Desk::new(settings.lease);
-        let removals = Mutex::new(waits::Waits::new(settings.lease));
+        let policy = background::retention::Desk::new(settings.lease);
+        let removals = Mutex::new(background::retry::Waits::new(settings.lease));
         let node = Arc::new(Self {
             id: NodeId::of(&settings.name),
             settings,
@@ -260,12 +238,12 @@ impl Node {
             met: Mutex::default(),
             policy,
             kept: Mutex::default(),
-            away: away::Away::default(),
-            catching_up: catch_up::CatchingUp::default(),
-            mending: damage::Mending::default(),
-            damaged_records: exam::DamagedRecords::default(),
-            exams: exam::Exams::default(),
-            fullness: fullness::Fullness::default(),
+            away: gateway::without_catalogue::Away::default(),
+            catching_up: background::catch_up::CatchingUp::default(),
+            mending: storage::damage::Mending::default(),
+            damaged_records: storage::examine::DamagedRecords::default(),
+            exams: storage::examine::Exams::default(),
+            fullness: storage::disk_space::Fullness::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),

@@ -7,8 +7,8 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::Node;
-use super::census::node_address;
-use super::hosting::tolerated;
+use super::catalogue_server::cluster_inventory::node_address;
+use super::catalogue_server::serving::tolerated;
 use crate::format::records::{Node as NodeRecord, Standing};
 use crate::id::PeerName;
 use crate::kind::Kind;

@@ -5,8 +5,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Node;
-use super::failure::failure;
 use super::rebuild::without;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::map::MapWriter;
@@ -15,6 +13,8 @@ use crate::format::records::Node as NodeRecord;
 use crate::id::{Epoch, MapId};
 use crate::kind::Kind;
 use crate::net::call::CallError;
+use crate::node::Node;
+use crate::node::rpc::failure::failure;
 use crate::wire::calls::{
     CatalogueList, Claim, HandOver, Hello, HelloAnswer, HoldStill, MapSum, MoveAnswer,
 };
@@ -34,13 +34,16 @@ struct Copied {
 
 impl Node {
     /// The home's part: changes nothing for a while.
-    pub(super) async fn hold_still(&self) -> Result<MapSum, Failure> {
+    pub(in crate::node) async fn hold_still(&self) -> Result<MapSum, Failure> {
         Ok(self.hosted()?.hold_still().await?)
     }
 
     /// The home's part: its catalogue ends, for a whole copy of it. Again, for the same copy: the same answer. Runs in a task of its own:
     /// whoever asks may go away in the middle.
-    pub(super) async fn hand_over(self: &Arc<Self>, call: HandOver) -> Result<(), Failure> {
+    pub(in crate::node) async fn hand_over(
+        self: &Arc<Self>,
+        call: HandOver,
+    ) -> Result<(), Failure> {
         let node = self.clone();
         let work = self.tasks.spawn(async move { node.hand_over_now(call).await });
         let died = |_| failure(Kind::Unavailable, "the daemon is stopping: ask it again");
@@ -71,7 +74,7 @@ impl Node {
     }
 
     /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
-    pub(super) async fn move_here(self: &Arc<Self>) -> Result<MoveAnswer, Failure> {
+    pub(in crate::node) async fn move_here(self: &Arc<Self>) -> Result<MoveAnswer, Failure> {
         let node = self.clone();
         let work = self.tasks.spawn(async move {
             let Ok(_alone) = node.rebuilding.try_lock() else {

@@ -9,13 +9,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
-use super::Node;
 use super::failure::failure;
 use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::kind::Kind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
+use crate::node::Node;
 use crate::pipeline::hop::Incoming;
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, CatchUp, Claim,
@@ -46,21 +46,21 @@ const LONG_CALLS: &[u8] =
 const CALLS_AT_ONCE: usize = 256;
 
 /// A request as it came, and its memory until it is parsed.
-pub(super) struct Request {
+pub(in crate::node) struct Request {
     frame: Bytes,
     _memory: Reservation,
 }
 
 impl Request {
     /// What is asked.
-    pub(super) fn parse<C: Call>(self) -> Result<C, WireError> {
+    pub(in crate::node) fn parse<C: Call>(self) -> Result<C, WireError> {
         let (_, body) = split_request(&self.frame)?;
         parse_request(body)
     }
 }
 
 /// An open call on the serving side.
-pub(super) struct Served {
+pub(in crate::node) struct Served {
     /// Who asks.
     pub peer: Peer,
     /// Answers go here.
@@ -70,7 +70,7 @@ pub(super) struct Served {
 }
 
 impl Node {
-    pub(super) async fn accept(self: Arc<Self>) {
+    pub(in crate::node) async fn accept(self: Arc<Self>) {
         while let Some(connection) = self.transport.accept().await {
             let node = self.clone();
             self.spawn(|_| node.serve(connection));
@@ -182,7 +182,7 @@ impl Node {
         Ok(frame.map(|frame| Request { frame, _memory: memory }))
     }
 
-    pub(super) async fn refuse(&self, mut served: Served, refusal: Failure) {
+    pub(in crate::node) async fn refuse(&self, mut served: Served, refusal: Failure) {
         if self.answer::<()>(&mut served, Err(refusal)).await {
             // Without a clean end the caller would see a reset and lose the reason.
             let _ = served.send.finish().await;
@@ -191,7 +191,7 @@ impl Node {
     }
 
     /// Writes an answer. `false`: the peer is gone.
-    pub(super) async fn answer<C: serde::Serialize>(
+    pub(in crate::node) async fn answer<C: serde::Serialize>(
         &self,
         served: &mut Served,
         answer: Result<C, Failure>,

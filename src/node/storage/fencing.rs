@@ -2,31 +2,31 @@
 
 use std::sync::PoisonError;
 
-use super::Node;
-use super::failure::failure;
 use crate::format::records::{CommitMark, Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::rpc::failure::failure;
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
 use crate::wire::calls::MarkedSave;
 
 /// Small records of a shard or stripe, by name.
-pub(super) const LEAVES: &str = "leaves";
-pub(super) const MARK: &str = "commit";
-pub(super) const FENCE: &str = "fence";
-pub(super) const RECORD: &str = "record";
+pub(in crate::node) const LEAVES: &str = "leaves";
+pub(in crate::node) const MARK: &str = "commit";
+pub(in crate::node) const FENCE: &str = "fence";
+pub(in crate::node) const RECORD: &str = "record";
 /// What names of receipts begin with.
-pub(super) const RECEIPT_PREFIX: &str = "receipt-";
+pub(in crate::node) const RECEIPT_PREFIX: &str = "receipt-";
 
 /// Name of a receipt.
-pub(super) fn receipt_name(attempt: crate::id::Attempt) -> String {
+pub(in crate::node) fn receipt_name(attempt: crate::id::Attempt) -> String {
     format!("{RECEIPT_PREFIX}{attempt}")
 }
 
 impl Node {
     /// Whether the save was aborted, deleted, superseded or retired, as far as this node was told.
-    pub(super) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, Failure> {
+    pub(in crate::node) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, Failure> {
         if let Some(known) = self.cached_tombstone(save) {
             return Ok(known);
         }
@@ -36,7 +36,7 @@ impl Node {
     }
 
     /// Refuses what comes too late for the save, or from an epoch that is over.
-    pub(super) async fn admit_save(
+    pub(in crate::node) async fn admit_save(
         &self,
         shard: ShardId,
         generation: Generation,
@@ -49,7 +49,7 @@ impl Node {
     }
 
     /// For a client's writes: besides, what is committed never changes.
-    pub(super) async fn admit_write(
+    pub(in crate::node) async fn admit_write(
         &self,
         shard: ShardId,
         generation: Generation,
@@ -94,7 +94,7 @@ impl Node {
     }
 
     /// For an owner's orders: refuses a generation that is over, and makes a newer one durable before it is obeyed.
-    pub(super) async fn admit_order(
+    pub(in crate::node) async fn admit_order(
         &self,
         shard: ShardId,
         generation: Generation,
@@ -122,7 +122,7 @@ impl Node {
         let fence = self.on_store(move |store| raise_fence(store, shard, next)).await?;
         self.still_wanted(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
-        if fences.len() >= super::MAX_CACHED_TOMBSTONES {
+        if fences.len() >= crate::node::MAX_CACHED_TOMBSTONES {
             fences.clear();
         }
         let known = fences.entry(shard).or_insert(fence);
@@ -154,7 +154,10 @@ fn is_buried(store: &Store, save: SaveId) -> Result<bool, StoreError> {
 }
 
 /// What the commit mark of a shard says of its save, if it has a good one.
-pub(super) fn marked_save(store: &Store, shard: ShardId) -> Result<Option<MarkedSave>, StoreError> {
+pub(in crate::node) fn marked_save(
+    store: &Store,
+    shard: ShardId,
+) -> Result<Option<MarkedSave>, StoreError> {
     let bytes = store.get_small(Scope::Shard(shard), MARK)?;
     let mark = bytes.and_then(|bytes| CommitMark::parse(&bytes).ok());
     let fits = |mark: &CommitMark| {
@@ -172,7 +175,7 @@ pub(super) fn marked_save(store: &Store, shard: ShardId) -> Result<Option<Marked
 }
 
 /// Parses a tombstone of this cluster.
-pub(super) fn tombstone(node: &Node, bytes: &[u8]) -> Result<Tombstone, Failure> {
+pub(in crate::node) fn tombstone(node: &Node, bytes: &[u8]) -> Result<Tombstone, Failure> {
     let tombstone = Tombstone::parse(bytes)?;
     if tombstone.cluster != node.settings.cluster {
         return Err(failure(Kind::Denied, "a tombstone of another cluster is no evidence here"));

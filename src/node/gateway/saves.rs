@@ -6,11 +6,7 @@ use std::sync::Arc;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
-use super::Node;
-use super::failure::failure;
-use super::gateway::not_committed;
-use super::quorum::majority;
-use super::waits::look;
+use super::steps::not_committed;
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{
     Written, checkpoint_key, read, root_key, roots_prefix, state_key, update, write,
@@ -22,6 +18,10 @@ use crate::format::records::{
 use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::CallError;
+use crate::node::Node;
+use crate::node::background::retry::look;
+use crate::node::quorum::majority;
+use crate::node::rpc::failure::failure;
 use crate::pipeline::archive::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
@@ -62,7 +62,10 @@ impl Node {
         })
     }
 
-    pub(super) async fn begin(self: &Arc<Self>, call: Begin) -> Result<BeginAnswer, Failure> {
+    pub(in crate::node) async fn begin(
+        self: &Arc<Self>,
+        call: Begin,
+    ) -> Result<BeginAnswer, Failure> {
         let catalogue = self.catalogue();
         let live = self.directory().await?.live_storage();
         let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
@@ -175,7 +178,7 @@ impl Node {
         }
     }
 
-    pub(super) async fn keep(&self, call: Keep) -> Result<(), Failure> {
+    pub(in crate::node) async fn keep(&self, call: Keep) -> Result<(), Failure> {
         if self.catalogue().lease_touch(call.lease, true).await? {
             Ok(())
         } else {
@@ -183,7 +186,7 @@ impl Node {
         }
     }
 
-    pub(super) async fn seal(&self, call: Seal) -> Result<(), Failure> {
+    pub(in crate::node) async fn seal(&self, call: Seal) -> Result<(), Failure> {
         let root = call.root;
         let geometry = root.geometry()?;
         let ring: HashSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
@@ -233,7 +236,7 @@ impl Node {
     }
 
     /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
-    pub(super) async fn commit(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+    pub(in crate::node) async fn commit(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
         let node = self.clone();
         let work = self.tasks.spawn(async move { node.decide(call).await });
         let died = |_| {
@@ -313,7 +316,7 @@ impl Node {
     }
 
     /// From decided to visible: marks on the nodes, then one compare-and-set. Safe to repeat, and by several at once.
-    pub(super) async fn publish(
+    pub(in crate::node) async fn publish(
         self: &Arc<Self>,
         job: &Job,
         step: Step,
@@ -449,7 +452,7 @@ impl Node {
         (marked, missed)
     }
 
-    pub(super) async fn abort(self: &Arc<Self>, call: Abort) -> Result<(), Failure> {
+    pub(in crate::node) async fn abort(self: &Arc<Self>, call: Abort) -> Result<(), Failure> {
         let mut entry = None;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
             match checkpoint.writing.take() {

@@ -1,11 +1,11 @@
 //! What this node holds, page by page: the evidence that a lost catalogue is made again from (docs/semantics.md, 8), and the marks that
 //! are read by while none answers (6).
 
-use super::Node;
-use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, marked_save};
+use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, marked_save};
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record};
 use crate::id::{SaveId, ShardId, StripeId};
+use crate::node::Node;
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
 use crate::wire::calls::{
@@ -20,18 +20,21 @@ const STRIPES_PER_PAGE: usize = 1024;
 const MARKS_PER_PAGE: usize = 4096;
 
 impl Node {
-    pub(super) async fn inventory(&self, call: Inventory) -> Result<InventoryAnswer, Failure> {
+    pub(in crate::node) async fn inventory(
+        &self,
+        call: Inventory,
+    ) -> Result<InventoryAnswer, Failure> {
         self.on_store(move |store| page(store, call.after, call.only)).await
     }
 
     /// Saves that this node has a mark of, in order.
-    pub(super) async fn marked(&self, call: Marked) -> Result<MarkedAnswer, Failure> {
+    pub(in crate::node) async fn marked(&self, call: Marked) -> Result<MarkedAnswer, Failure> {
         self.on_store(move |store| marks(store, call.after, MARKS_PER_PAGE)).await
     }
 }
 
 /// A page of the saves that are marked here.
-pub(super) fn marks(
+pub(in crate::node) fn marks(
     store: &Store,
     after: Option<ShardId>,
     limit: usize,
@@ -52,7 +55,7 @@ pub(super) fn marks(
 }
 
 /// Saves with marks here of which none parses.
-pub(super) fn damaged_marks(store: &Store) -> Result<Vec<SaveId>, StoreError> {
+pub(in crate::node) fn damaged_marks(store: &Store) -> Result<Vec<SaveId>, StoreError> {
     let (mut damaged, mut good) = (Vec::new(), None);
     for shard in store.shards(None)? {
         let save = shard.save();

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 
-use super::Node;
 use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
 use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
+use crate::node::Node;
 use crate::wire::calls::{Buried, Inventory, ShardHolding};
 use crate::wire::{Failure, NodeAddress};
 
@@ -28,7 +28,7 @@ struct Source {
 
 /// What follows from everything that a set of nodes holds.
 #[derive(Debug, Default)]
-pub(super) struct Census {
+pub(in crate::node) struct Census {
     /// Committed saves; of several of one step the newest.
     pub steps: BTreeMap<(Job, Step), Box<Committed>>,
     /// Saves to be removed that were committed once, of steps that may have a newer one; the oldest first.
@@ -89,23 +89,23 @@ impl Census {
     }
 
     /// Committed steps that cannot be brought back, and why.
-    pub(super) fn incomplete(&self) -> impl Iterator<Item = String> + '_ {
+    pub(in crate::node) fn incomplete(&self) -> impl Iterator<Item = String> + '_ {
         self.incomplete.iter().map(|(job, step, _, why)| format!("{job}/{step}: {why}"))
     }
 
     /// How many saves are to be removed.
-    pub(super) fn to_remove(&self) -> usize {
+    pub(in crate::node) fn to_remove(&self) -> usize {
         self.orphans.len() + self.removing.values().map(Vec::len).sum::<usize>()
     }
 
     /// The nodes of the committed shards' rings.
-    pub(super) fn ring(&self) -> impl Iterator<Item = NodeId> + '_ {
+    pub(in crate::node) fn ring(&self) -> impl Iterator<Item = NodeId> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
         shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
     }
 
     /// Codes of the committed shards.
-    pub(super) fn codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
+    pub(in crate::node) fn codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
         shards.map(|shard| (shard.root.n, shard.root.k))
     }
@@ -113,7 +113,7 @@ impl Census {
 
 impl Node {
     /// Reads the whole inventories of `nodes` and judges what they hold. Fails when any of them cannot be read to the end.
-    pub(super) async fn census(
+    pub(in crate::node) async fn census(
         &self,
         nodes: &[NodeRecord],
         generation: Generation,
@@ -179,7 +179,7 @@ impl Node {
     }
 
     /// Reads all that `node` holds of a save.
-    pub(super) async fn each_holding(
+    pub(in crate::node) async fn each_holding(
         &self,
         node: &NodeRecord,
         save: SaveId,
@@ -199,7 +199,10 @@ impl Node {
     }
 
     /// The saves that `node` has anything of.
-    pub(super) async fn saves_on(&self, node: &NodeRecord) -> Result<BTreeSet<SaveId>, Failure> {
+    pub(in crate::node) async fn saves_on(
+        &self,
+        node: &NodeRecord,
+    ) -> Result<BTreeSet<SaveId>, Failure> {
         let (mut saves, mut after) = (BTreeSet::new(), None);
         loop {
             let to = address(&node_address(node));
@@ -214,7 +217,11 @@ impl Node {
     }
 
     /// Whether any of `nodes` has a commit mark of `save`; `None` when not all of them say.
-    pub(super) async fn is_marked(&self, nodes: &[NodeRecord], save: SaveId) -> Option<bool> {
+    pub(in crate::node) async fn is_marked(
+        &self,
+        nodes: &[NodeRecord],
+        save: SaveId,
+    ) -> Option<bool> {
         let asks = nodes.iter().map(|node| async move {
             let mut is_marked = false;
             let read = |held: &ShardHolding| is_marked |= held.mark.is_some();
@@ -227,6 +234,6 @@ impl Node {
 }
 
 /// How a node is called.
-pub(super) fn node_address(node: &NodeRecord) -> NodeAddress {
+pub(in crate::node) fn node_address(node: &NodeRecord) -> NodeAddress {
     NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
 }

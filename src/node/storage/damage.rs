@@ -7,15 +7,15 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use super::Node;
 use super::blocks::PUT_BYTES;
-use super::failure::failure;
 use crate::catalogue::records::{read, root_key};
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::{LAYOUT_STANDARD, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::StripeId;
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::rpc::failure::failure;
 use crate::pipeline::read::{ReadError, Reading, Sink, StripeReader, state_on_nodes};
 use crate::pipeline::records;
 use crate::stage::{Stage, about_to};
@@ -34,7 +34,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(3600);
 
 /// The looks and mendings of a node.
 #[derive(Default)]
-pub(super) struct Mending {
+pub(in crate::node) struct Mending {
     /// Held over a look: they read whole files, and a later one must not be overtaken by an earlier one.
     looking: Arc<tokio::sync::Mutex<()>>,
     waiting: Mutex<BTreeSet<(StripeId, u8)>>,
@@ -72,7 +72,10 @@ impl Mending {
 }
 
 impl Node {
-    pub(super) async fn list_sources(&self, call: ListSources) -> Result<Vec<SourceView>, Failure> {
+    pub(in crate::node) async fn list_sources(
+        &self,
+        call: ListSources,
+    ) -> Result<Vec<SourceView>, Failure> {
         let sources = self.on_store(move |store| store.sources(call.stripe)).await?;
         let mut views = Vec::with_capacity(sources.len());
         for source in sources {
@@ -91,7 +94,7 @@ impl Node {
     }
 
     /// Looks at a file, and moves nothing.
-    pub(super) async fn look_at(&self, key: FileKey) -> Result<Look, Failure> {
+    pub(in crate::node) async fn look_at(&self, key: FileKey) -> Result<Look, Failure> {
         let alone = self.mending.looking.clone().lock_owned().await;
         self.on_store(move |store| {
             // It goes on when nobody waits for it any more, and so does its turn.
@@ -103,7 +106,7 @@ impl Node {
 
     /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. One that is another file than its name says goes to
     /// quarantine. Answers whether it does not count: it is damaged, misplaced, or gone.
-    pub(super) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
+    pub(in crate::node) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let look = self.look_at(key).await?;
         match (&look, call.file) {
@@ -120,7 +123,7 @@ impl Node {
     }
 
     /// Mends what is reported, one after the other, and looks again at what is damaged.
-    pub(super) async fn keep_mended(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_mended(self: Arc<Self>) {
         for key in self.store.unchecked_files() {
             self.look_again(key).await;
         }
@@ -161,7 +164,7 @@ impl Node {
     ///
     /// # Errors
     /// When no catalogue says that the stripe is still replicated and the save wanted; when a grain has no good copy.
-    pub(super) async fn mend(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
+    pub(in crate::node) async fn mend(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
         self.still_replicated(stripe).await?;
         self.still_wanted(stripe.shard.save()).await?;
         self.gather(stripe, block).await?;
@@ -170,7 +173,7 @@ impl Node {
     }
 
     /// Reads a block of a stripe from wherever its grains are good, and stores it here.
-    pub(super) async fn gather(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
+    pub(in crate::node) async fn gather(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
         let catalogue = self.catalogue();
         let key = root_key(stripe.shard.save(), stripe.shard.index());
         let gone = || failure(Kind::NotFound, format!("shard {} is gone", stripe.shard));
@@ -244,7 +247,7 @@ impl Node {
     }
 
     /// Damaged files, for people: how many replicas and pieces, and the first by name.
-    pub(super) fn damage_note(&self, named: usize) -> Option<String> {
+    pub(in crate::node) fn damage_note(&self, named: usize) -> Option<String> {
         let files = self.store.damaged_files();
         let replicas =
             files.iter().filter(|(key, _)| matches!(key.name, FileName::Replica { .. })).count();

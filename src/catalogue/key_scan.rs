@@ -6,7 +6,7 @@ use crate::catalogue::{Catalogue, CatalogueError, Entry, MAX_PAGE};
 
 /// Goes in the order of the keys, and has one page in memory. What is set or removed behind the page is seen as it is when the walk
 /// comes there.
-pub(super) struct Walk<'a> {
+pub struct Walk<'a> {
     catalogue: &'a dyn Catalogue,
     prefix: String,
     after: Option<String>,
@@ -15,17 +15,17 @@ pub(super) struct Walk<'a> {
 
 impl<'a> Walk<'a> {
     /// Over all keys of `prefix`.
-    pub(super) fn over(catalogue: &'a dyn Catalogue, prefix: impl Into<String>) -> Self {
+    pub fn over(catalogue: &'a dyn Catalogue, prefix: impl Into<String>) -> Self {
         Self { catalogue, prefix: prefix.into(), after: None, page: Vec::new().into_iter() }
     }
 
     /// Only what comes after `key`.
-    pub(super) fn after(self, key: String) -> Self {
+    pub fn after(self, key: String) -> Self {
         Self { after: Some(key), ..self }
     }
 
     /// The next key and what it is; `None` behind the last.
-    pub(super) async fn next(&mut self) -> Result<Option<(String, Entry)>, CatalogueError> {
+    pub async fn next(&mut self) -> Result<Option<(String, Entry)>, CatalogueError> {
         if self.page.len() == 0 {
             let after = self.after.as_deref();
             let page = self.catalogue.list(&self.prefix, after, MAX_PAGE).await?;

@@ -5,11 +5,8 @@ use std::sync::{Arc, PoisonError};
 
 use futures_util::future::join_all;
 
-use super::Node;
-use super::census::{Census, node_address};
-use super::failure::failure;
-use super::hosting::tolerated;
-use super::quorum::{Quorum, is_on_latest_list, majority};
+use super::cluster_inventory::{Census, node_address};
+use super::serving::tolerated;
 use crate::catalogue::evidence::Committed;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::map::MapWriter;
@@ -22,6 +19,9 @@ use crate::format::records::{
 };
 use crate::id::{Epoch, Generation, Job, LeaseId, MapId, NodeId, PeerName, Step, StripeId};
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::quorum::{Quorum, is_on_latest_list, majority};
+use crate::node::rpc::failure::failure;
 use crate::stage::{Stage, about_to};
 use crate::store::Kv;
 use crate::wire::Failure;
@@ -37,7 +37,7 @@ const MEMBER_ROUNDS: usize = 4;
 const MAX_LISTED: usize = 1000;
 
 impl Node {
-    pub(super) async fn claim(&self, call: Claim) -> Result<(), Failure> {
+    pub(in crate::node) async fn claim(&self, call: Claim) -> Result<(), Failure> {
         about_to(Stage::Claim, call.epoch);
         self.claim_here(call).await
     }
@@ -53,7 +53,7 @@ impl Node {
         Ok(())
     }
 
-    pub(super) async fn members(&self) -> Result<Vec<NodeRecord>, Failure> {
+    pub(in crate::node) async fn members(&self) -> Result<Vec<NodeRecord>, Failure> {
         let mut nodes = self.on_store(|store| store.members()).await?.nodes;
         let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, node) in met.iter() {
@@ -65,7 +65,10 @@ impl Node {
     }
 
     /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
-    pub(super) async fn rebuild(self: &Arc<Self>, call: Rebuild) -> Result<RebuildAnswer, Failure> {
+    pub(in crate::node) async fn rebuild(
+        self: &Arc<Self>,
+        call: Rebuild,
+    ) -> Result<RebuildAnswer, Failure> {
         let node = self.clone();
         let work = self.tasks.spawn(async move {
             let Ok(_alone) = node.rebuilding.try_lock() else {
@@ -164,14 +167,14 @@ impl Node {
     }
 
     /// An empty map; what was in its place lies aside.
-    pub(super) async fn fresh_map(&self) -> Result<Arc<dyn Kv>, Failure> {
+    pub(in crate::node) async fn fresh_map(&self) -> Result<Arc<dyn Kv>, Failure> {
         let maps = self.hosting.maps().clone();
         let fresh = self.workers.run(move || maps.fresh()).await?;
         fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))
     }
 
     /// Opens the finished map of `epoch` in `kv`.
-    pub(super) async fn open_map(
+    pub(in crate::node) async fn open_map(
         &self,
         kv: Arc<dyn Kv>,
         epoch: Epoch,
@@ -183,7 +186,7 @@ impl Node {
     }
 
     /// All nodes that any reached node has heard of, and what those say that answer.
-    pub(super) async fn gather_members(
+    pub(in crate::node) async fn gather_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), Failure> {
         let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
@@ -377,7 +380,7 @@ impl Node {
 }
 
 /// Those that have been part of the cluster: an empty node has nothing to say.
-pub(super) fn been_here(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
+pub(in crate::node) fn been_here(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
     let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
     has_seen.map(|(node, _)| node).collect()
 }
@@ -405,7 +408,7 @@ fn storage(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
 }
 
 /// Storage nodes that are not among `reached`.
-pub(super) fn without<'a>(
+pub(in crate::node) fn without<'a>(
     members: &'a [NodeRecord],
     reached: &'a [NodeRecord],
 ) -> impl Iterator<Item = &'a NodeRecord> {

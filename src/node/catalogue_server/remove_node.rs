@@ -5,11 +5,8 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::Node;
-use super::census::node_address;
-use super::failure::failure;
-use super::quorum::majority;
-use super::walk::Walk;
+use super::cluster_inventory::node_address;
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::records::{
     CHECKPOINTS, NODES, ORPHANS, parse, parse_checkpoint_key, roots_prefix,
 };
@@ -18,6 +15,9 @@ use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writ
 use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::Kind;
 use crate::net::call::address;
+use crate::node::Node;
+use crate::node::quorum::majority;
+use crate::node::rpc::failure::failure;
 use crate::wire::Failure;
 use crate::wire::calls::{CatchUp, RemoveNode};
 
@@ -30,7 +30,7 @@ const NAMED: usize = 8;
 
 impl Node {
     /// Takes a member off the list. Refused while it is live, and while a checkpoint may lie on it.
-    pub(super) async fn remove_node(&self, call: RemoveNode) -> Result<(), Failure> {
+    pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), Failure> {
         let (catalogue, name) = (self.catalogue(), call.name);
         let key = format!("{NODES}{name}");
         loop {

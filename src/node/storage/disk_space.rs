@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::Node;
+use crate::node::Node;
 use crate::store::{Disk, ReserveState, adjust_reserve};
 
 /// Between two looks at how much is free.
@@ -12,20 +12,20 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Measures that are in force because the disk is full.
 #[derive(Default)]
-pub(super) struct Fullness {
+pub(in crate::node) struct Fullness {
     is_reserve_given_up: AtomicBool,
     is_index_in_memory: AtomicBool,
 }
 
 impl Fullness {
-    pub(super) fn index_is_in_memory(&self) {
+    pub(in crate::node) fn index_is_in_memory(&self) {
         self.is_index_in_memory.store(true, Ordering::Relaxed);
     }
 }
 
 impl Node {
     /// Gives the reserve up and sets it aside again.
-    pub(super) async fn keep_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
+    pub(in crate::node) async fn keep_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
         let mut told = None;
         loop {
             let disk = disk.clone();
@@ -49,14 +49,14 @@ impl Node {
     }
 
     /// Gives tombstones in slots their files, where there is room now.
-    pub(super) async fn empty_slots(&self) {
+    pub(in crate::node) async fn empty_slots(&self) {
         if let Err(error) = self.on_store(|store| store.empty_slots()).await {
             tracing::debug!(%error, "tombstones stay in their slots");
         }
     }
 
     /// What an operator should do about the disk.
-    pub(super) async fn fullness_notes(&self) -> Vec<String> {
+    pub(in crate::node) async fn fullness_notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if let Err(error) = self.on_store(|store| store.try_to_write()).await {
             notes.push(format!(

@@ -11,12 +11,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::Node;
-use super::census::node_address;
-use super::failure::failure;
-use super::gateway::SHARDS_SHOWN;
-use super::quorum::{Quorum, TooFew, is_older};
-use super::rebuild::been_here;
+use super::steps::SHARDS_SHOWN;
 use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
 use crate::catalogue::records::checkpoint_key;
 use crate::clock::deadline;
@@ -24,6 +19,11 @@ use crate::format::records::{Node as NodeRecord, Saved, ShardState, Standing};
 use crate::id::{Generation, NodeId, PeerName, SaveId};
 use crate::kind::Kind;
 use crate::net::call::address;
+use crate::node::Node;
+use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::catalogue_server::rebuild::been_here;
+use crate::node::quorum::{Quorum, TooFew, is_older};
+use crate::node::rpc::failure::failure;
 use crate::wire::Failure;
 use crate::wire::calls::{
     Buried, GetState, List, ListAnswer, ListDamagedMarks, Marked, MarkedSave, NodeView,
@@ -58,7 +58,7 @@ type Damaged = BTreeMap<SaveId, BTreeSet<PeerName>>;
 
 /// What was seen of the nodes, and of the save that was looked at last.
 #[derive(Default)]
-pub(super) struct Away {
+pub(in crate::node) struct Away {
     /// No catalogue answered the last time that this node wanted something of it: whoever reads need not wait for the same.
     is_unheard: AtomicBool,
     look: Mutex<Option<(Duration, Arc<Look>)>>,
@@ -102,7 +102,7 @@ impl Look {
 
 impl Away {
     /// Notes whether a catalogue answers.
-    pub(super) fn heard(&self, answers: bool) {
+    pub(in crate::node) fn heard(&self, answers: bool) {
         self.is_unheard.store(!answers, Ordering::Relaxed);
         if answers {
             self.forget();
@@ -117,7 +117,7 @@ impl Away {
 
 impl Node {
     /// What the catalogue says; `None` when none answers, now or a moment ago.
-    pub(super) async fn unless_away<T>(
+    pub(in crate::node) async fn unless_away<T>(
         &self,
         known: impl Future<Output = Result<T, Failure>>,
     ) -> Option<Result<T, Failure>> {
@@ -143,7 +143,10 @@ impl Node {
     }
 
     /// Committed steps, in order.
-    pub(super) async fn list_away(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {
+    pub(in crate::node) async fn list_away(
+        self: &Arc<Self>,
+        call: List,
+    ) -> Result<ListAnswer, Failure> {
         let look = self.look_around().await?;
         let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
         let is_wanted =
@@ -158,7 +161,10 @@ impl Node {
     }
 
     /// A page of one committed step.
-    pub(super) async fn show_away(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
+    pub(in crate::node) async fn show_away(
+        self: &Arc<Self>,
+        call: Show,
+    ) -> Result<ShowAnswer, Failure> {
         let looked_before = self.last_look().is_some();
         match self.show_by_marks(&call).await {
             // The look is of some seconds ago: what it saw may be gone since, for a newer save.
@@ -192,7 +198,7 @@ impl Node {
 
     /// The state of a shard, as the receipts tell it. Who asks has found no way to read in the state that it knew: an answer from before
     /// the question could be that one.
-    pub(super) async fn state_away(
+    pub(in crate::node) async fn state_away(
         self: &Arc<Self>,
         call: GetState,
     ) -> Result<Option<ShardState>, Failure> {
@@ -207,7 +213,7 @@ impl Node {
     }
 
     /// The nodes that are known here, and which of them answer.
-    pub(super) async fn nodes_away(self: &Arc<Self>) -> Result<Vec<NodeView>, Failure> {
+    pub(in crate::node) async fn nodes_away(self: &Arc<Self>) -> Result<Vec<NodeView>, Failure> {
         let (members, hellos) = self.gather_members().await?;
         let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
         Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
@@ -448,7 +454,7 @@ impl Node {
     }
 
     /// Those of the given saves that this node has removed, or is to.
-    pub(super) async fn buried(&self, call: Buried) -> Result<Vec<SaveId>, Failure> {
+    pub(in crate::node) async fn buried(&self, call: Buried) -> Result<Vec<SaveId>, Failure> {
         if call.saves.len() > SAVES_PER_PAGE {
             let text = format!(
                 "{} saves are asked about, at most {SAVES_PER_PAGE} may be",

@@ -1,9 +1,7 @@
 //! The small records of shards and stripes: who may write them, and what is checked before they are durable.
 
-use super::Node;
-use super::exam::is_damaged;
-use super::failure::failure;
-use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, receipt_name, tombstone};
+use super::examine::is_damaged;
+use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, receipt_name, tombstone};
 use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{FileKey, FileName};
@@ -13,6 +11,8 @@ use crate::format::records::{
 };
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::rpc::failure::failure;
 use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
@@ -22,7 +22,7 @@ use crate::wire::calls::{
 };
 
 /// Where a record is filed.
-pub(super) fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
+pub(in crate::node) fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
     let stripe = |index| Scope::Stripe(StripeId { shard, index });
     match record {
         RecordName::Leaves => (Scope::Shard(shard), LEAVES.into()),
@@ -46,7 +46,7 @@ fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, Failur
 }
 
 impl Node {
-    pub(super) async fn put_record(&self, call: PutRecord) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), Failure> {
         self.admit_write(call.shard, call.generation).await?;
         let fixed = match call.record {
             RecordName::Leaves => {
@@ -84,7 +84,10 @@ impl Node {
         self.still_wanted(call.shard.save()).await
     }
 
-    pub(super) async fn get_record(&self, call: GetRecord) -> Result<Option<Vec<u8>>, Failure> {
+    pub(in crate::node) async fn get_record(
+        &self,
+        call: GetRecord,
+    ) -> Result<Option<Vec<u8>>, Failure> {
         let (scope, name) = place_of(call.shard, call.record);
         let GetRecord { shard, record } = call;
         let read = self.on_store(move |store| {
@@ -99,7 +102,7 @@ impl Node {
         Ok(bytes)
     }
 
-    pub(super) async fn put_places(&self, call: PutPlaces) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_places(&self, call: PutPlaces) -> Result<(), Failure> {
         self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
         check_stripe_record(&call.bytes, call.stripe)?;
         let (shard, index) = (call.stripe.shard, call.stripe.index);
@@ -108,7 +111,7 @@ impl Node {
         self.still_wanted(shard.save()).await
     }
 
-    pub(super) async fn put_mark(&self, call: PutMark) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), Failure> {
         let mark = CommitMark::parse(&call.bytes)?;
         if mark.cluster != self.settings.cluster || mark.root.save != mark.saved.save {
             return Err(failure(Kind::Denied, "a mark of another cluster or save"));
@@ -126,7 +129,7 @@ impl Node {
     }
 
     /// A receipt names this node's piece only if the piece is here.
-    pub(super) async fn put_receipt(&self, call: PutReceipt) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), Failure> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.settings.cluster {
             return Err(failure(Kind::Denied, "a receipt of another cluster"));
@@ -144,7 +147,7 @@ impl Node {
         self.still_wanted(save).await
     }
 
-    pub(super) async fn put_tombstone(&self, call: PutTombstone) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_tombstone(&self, call: PutTombstone) -> Result<(), Failure> {
         let tombstone = tombstone(self, &call.bytes)?;
         let save = tombstone.save;
         self.on_store(move |store| {
@@ -170,7 +173,7 @@ impl Node {
 
     /// Fails if the stripe is archived. If the catalogue records its drops as complete, this also drops replicas that were made late here: the
     /// coordinator had seen enough pieces (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
-    pub(super) async fn still_replicated(&self, stripe: StripeId) -> Result<(), Failure> {
+    pub(in crate::node) async fn still_replicated(&self, stripe: StripeId) -> Result<(), Failure> {
         let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
         let state = state.and_then(|(state, _)| state.stripe(stripe.index));
         let Some(StripeState::Archived { attempt, generation, dropped, .. }) = state else {
@@ -183,7 +186,7 @@ impl Node {
     }
 
     /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
-    pub(super) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
+    pub(in crate::node) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
         let stripe = call.stripe;
         // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.
         if self.on_store(move |store| store.every_file(stripe)).await?.is_empty() {

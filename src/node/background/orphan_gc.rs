@@ -6,15 +6,15 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Node;
-use super::census::node_address;
-use super::removal::note_forgotten;
-use super::waits::grown;
-use super::walk::Walk;
+use super::retry::grown;
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::records::{CHECKPOINTS, NODES, ORPHANS, ROOTS, STATES, orphan_key, parse};
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
+use crate::node::Node;
+use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::gateway::removal::note_forgotten;
 use crate::wire::Failure;
 use crate::wire::calls::Buried;
 
@@ -41,7 +41,7 @@ struct Unknown {
 
 /// Why a save that no step has is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kept {
+pub(in crate::node) enum Kept {
     /// It has a mark: a rebuild with the nodes that have the rest of it brings it back.
     Marked,
     /// Nobody has a mark, and nothing says that it was given up.
@@ -78,7 +78,7 @@ enum Fate {
 
 impl Node {
     /// Once per lease period, while this daemon hosts the catalogue.
-    pub(super) async fn keep_orphans(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_orphans(self: Arc<Self>) {
         let (mut compared, mut strays) = (Compared::default(), Strays::default());
         loop {
             self.clock.sleep(self.settings.lease).await;

@@ -8,14 +8,14 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::Node;
-use super::marks::{RECEIPT_PREFIX, receipt_name};
 use crate::catalogue::Catalogue;
 use crate::catalogue::records::{read, root_key, state_key};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::storage::fencing::{RECEIPT_PREFIX, receipt_name};
 use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store, StoreError};
 use crate::wire::Failure;
@@ -44,7 +44,7 @@ enum By {
 
 impl Node {
     /// Walks round and round.
-    pub(super) async fn keep_tidy(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_tidy(self: Arc<Self>) {
         let (mut cursor, mut by) = (Cursor::default(), By::Nothing);
         loop {
             self.clock.sleep(self.settings.lease).await;

@@ -6,9 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Semaphore;
 
-use super::Node;
-use super::failure::failure;
-use super::marks::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
+use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
 use super::records::place_of;
 use crate::format::FormatError;
 use crate::format::digest;
@@ -16,6 +14,8 @@ use crate::format::file::FileKey;
 use crate::format::records::{CommitMark, Leaves, Receipt, Record, StripeRecord};
 use crate::id::{ShardId, StripeId};
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::rpc::failure::failure;
 use crate::store::{Look, Scope, Store, StoreError};
 use crate::wire::Failure;
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, RecordName, RecordView, SourceView};
@@ -32,14 +32,14 @@ const MAX_READ_AGAIN: usize = 64;
 /// Damaged records that were met since the start, by what people call them. They are noted in memory only: whoever reads one again finds it
 /// damaged again.
 #[derive(Default)]
-pub(super) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
+pub(in crate::node) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
 
 impl DamagedRecords {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, (ShardId, RecordName)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn set(&self, shard: ShardId, record: RecordName, is_damaged: bool) {
+    pub(in crate::node) fn set(&self, shard: ShardId, record: RecordName, is_damaged: bool) {
         let name = name_of(shard, record);
         let mut records = self.lock();
         if !is_damaged {
@@ -53,7 +53,7 @@ impl DamagedRecords {
 }
 
 /// The examinations of a node.
-pub(super) struct Exams {
+pub(in crate::node) struct Exams {
     /// For those that are under way, or wait.
     places: Semaphore,
     /// Held while a file is looked at, so that any other look waits behind at most one examination.
@@ -68,7 +68,7 @@ impl Default for Exams {
 
 impl Node {
     /// Looks at every file of the stripe that has a name here, one after the other, and at the records.
-    pub(super) async fn examine_stripe(
+    pub(in crate::node) async fn examine_stripe(
         &self,
         call: ExamineStripe,
     ) -> Result<ExamineAnswer, Failure> {
@@ -116,7 +116,7 @@ impl Node {
     }
 
     /// Damaged records, for people: how many, and the first by name.
-    pub(super) async fn damaged_records_note(&self, named: usize) -> Option<String> {
+    pub(in crate::node) async fn damaged_records_note(&self, named: usize) -> Option<String> {
         let known: Vec<_> =
             self.damaged_records.lock().values().take(MAX_READ_AGAIN).copied().collect();
         for (shard, record) in known {
@@ -205,7 +205,7 @@ fn read_record(
 }
 
 /// Whether the bytes of a record are damaged. One of a later release is not.
-pub(super) fn is_damaged(record: RecordName, bytes: &[u8]) -> bool {
+pub(in crate::node) fn is_damaged(record: RecordName, bytes: &[u8]) -> bool {
     digest_of(record, bytes).is_err_and(|error| error.kind() == Kind::Corrupt)
 }
 

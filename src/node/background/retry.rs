@@ -14,20 +14,20 @@ const MAX_WAIT: Duration = Duration::from_secs(600);
 const MAX_WAITS: usize = 4096;
 
 /// Looks in a lease period at what others left half done. What somebody left when he vanished is found within a period and one look.
-pub(super) const LOOKS: u32 = 4;
+pub(in crate::node) const LOOKS: u32 = 4;
 
 /// How long lies between two such looks.
-pub(super) fn look(lease: Duration) -> Duration {
+pub(in crate::node) fn look(lease: Duration) -> Duration {
     lease / LOOKS
 }
 
 /// How long a lease is kept alive before it would end.
-pub(super) fn renewal(lease: Duration) -> Duration {
+pub(in crate::node) fn renewal(lease: Duration) -> Duration {
     lease / 3
 }
 
 /// The wait after so many failures in a row: `first`, then twice as long each time.
-pub(super) fn grown(first: Duration, failures: u32) -> Duration {
+pub(in crate::node) fn grown(first: Duration, failures: u32) -> Duration {
     match failures.checked_sub(1) {
         None => Duration::ZERO,
         Some(doublings) => {
@@ -37,7 +37,7 @@ pub(super) fn grown(first: Duration, failures: u32) -> Duration {
 }
 
 /// Work on saves that failed. A round asks for every save that it still has; [`Waits::end_round`] forgets the others.
-pub(super) struct Waits {
+pub(in crate::node) struct Waits {
     first: Duration,
     waits: HashMap<SaveId, Wait>,
 }
@@ -53,12 +53,12 @@ struct Wait {
 
 impl Waits {
     /// `first` is the wait after one failure.
-    pub(super) fn new(first: Duration) -> Self {
+    pub(in crate::node) fn new(first: Duration) -> Self {
         Self { first, waits: HashMap::new() }
     }
 
     /// Whether the save may be tried now.
-    pub(super) fn is_due(&mut self, save: SaveId, now: Duration) -> bool {
+    pub(in crate::node) fn is_due(&mut self, save: SaveId, now: Duration) -> bool {
         self.waits.get_mut(&save).is_none_or(|wait| {
             wait.is_asked_for = true;
             wait.due <= now
@@ -66,7 +66,7 @@ impl Waits {
     }
 
     /// It was tried and did not come to its end.
-    pub(super) fn failed(
+    pub(in crate::node) fn failed(
         &mut self,
         save: SaveId,
         (job, step): (&Job, Step),
@@ -85,17 +85,17 @@ impl Waits {
     }
 
     /// It came to its end.
-    pub(super) fn ended(&mut self, save: SaveId) {
+    pub(in crate::node) fn ended(&mut self, save: SaveId) {
         self.waits.remove(&save);
     }
 
     /// Forgets what nobody has asked for since the last round.
-    pub(super) fn end_round(&mut self) {
+    pub(in crate::node) fn end_round(&mut self) {
         self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
     }
 
     /// What waits, for people.
-    pub(super) fn views(&self) -> impl Iterator<Item = PolicyWait> {
+    pub(in crate::node) fn views(&self) -> impl Iterator<Item = PolicyWait> {
         self.waits.values().map(|wait| PolicyWait {
             job: wait.job.clone(),
             step: wait.step,

@@ -7,15 +7,15 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream;
 
-use super::Node;
-use super::census::node_address;
-use super::quorum::majority;
-use super::waits::renewal;
+use super::cluster_inventory::node_address;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
+use crate::node::Node;
+use crate::node::background::retry::renewal;
+use crate::node::quorum::majority;
 use crate::store::{Kv, Maps, Store};
 use crate::wire::calls::{CHANGES_NOTHING, Claim, Hello, HelloAnswer};
 
@@ -29,7 +29,7 @@ const CANDIDATE_WAIT: Duration = Duration::from_millis(500);
 const AT_ONCE: usize = 32;
 
 /// What this daemon is to the catalogue.
-pub(super) struct Hosting {
+pub(in crate::node) struct Hosting {
     state: Mutex<State>,
     maps: Arc<dyn Maps>,
     /// Storage nodes that were heard in the last round, and all of them.
@@ -51,7 +51,7 @@ type Open<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError
 impl Hosting {
     /// Looks at the map of this daemon. Where there is none, one is begun only by a daemon that is told to `begin`, in a data folder
     /// that has never seen an epoch.
-    pub(super) fn start(
+    pub(in crate::node) fn start(
         maps: Arc<dyn Maps>,
         begin: bool,
         seen: Epoch,
@@ -110,13 +110,13 @@ impl Hosting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn maps(&self) -> &Arc<dyn Maps> {
+    pub(in crate::node) fn maps(&self) -> &Arc<dyn Maps> {
         &self.maps
     }
 
     /// The catalogue, if this daemon serves it. One whose node has noted a later epoch, or another map of the same one, stands down here
     /// and now.
-    pub(super) fn home(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
+    pub(in crate::node) fn home(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
         let mut state = self.state();
         let State::Here(local) = &*state else { return None };
         let (epoch, map) = (store.epoch(), store.map());
@@ -150,12 +150,12 @@ impl Hosting {
     }
 
     /// From here on this daemon serves `local`.
-    pub(super) fn serve(&self, local: Arc<LocalCatalogue>) {
+    pub(in crate::node) fn serve(&self, local: Arc<LocalCatalogue>) {
         *self.state() = State::Here(local);
     }
 
     /// This node is a member of a catalogue that another one serves: that it has no map of its own is nothing to be mended.
-    pub(super) fn follows(&self) {
+    pub(in crate::node) fn follows(&self) {
         let mut state = self.state();
         if matches!(&*state, State::Without(_)) {
             *state = State::No(None);
@@ -167,7 +167,7 @@ impl Hosting {
     }
 
     /// What an operator should know.
-    pub(super) fn note(&self) -> Option<String> {
+    pub(in crate::node) fn note(&self) -> Option<String> {
         match &*self.state() {
             State::No(why) => why.clone(),
             State::Without(why) => Some(why.clone()),
@@ -184,7 +184,7 @@ impl Hosting {
 }
 
 /// How many storage nodes a rebuild may be without: with all others a mark, and n-k+1 receipts, of everything that was committed are seen.
-pub(super) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
+pub(in crate::node) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
     let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
     codes.into_iter().map(of).min().unwrap_or(0)
 }
@@ -192,7 +192,7 @@ pub(super) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
 impl Node {
     /// A home changes things only while it hears from more than half of the storage nodes that no other catalogue has begun. A rebuild
     /// needs more than half of them too: so no two catalogues change at the same time.
-    pub(super) async fn keep_hosting(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_hosting(self: Arc<Self>) {
         let mut missed = 0;
         loop {
             let Some(local) = self.hosted_catalogue() else {
@@ -220,7 +220,7 @@ impl Node {
 
     /// Asks the nodes that the map knows, notes what is later than the map, and tells those of it that have not heard of it: a daemon
     /// on a new disk would serve an empty catalogue beside it. Storage nodes are counted.
-    pub(super) async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
+    pub(in crate::node) async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
         // One that stands down has to find the other home, and its seeds may be itself alone.
         self.remote.know(nodes.iter().map(|view| node_address(&view.node)));
@@ -269,7 +269,10 @@ impl Node {
     }
 
     /// Those of `nodes` that say who they are, in time.
-    pub(super) async fn hello_all(&self, nodes: &[NodeRecord]) -> Vec<(NodeRecord, HelloAnswer)> {
+    pub(in crate::node) async fn hello_all(
+        &self,
+        nodes: &[NodeRecord],
+    ) -> Vec<(NodeRecord, HelloAnswer)> {
         let ask = |node: NodeRecord| async move {
             let to = node_address(&node);
             let hello = self
@@ -294,7 +297,7 @@ impl Node {
     }
 
     /// Remembers who the other nodes are, for the day on which no catalogue answers.
-    pub(super) async fn remember_members(&self) -> Result<(), crate::wire::Failure> {
+    pub(in crate::node) async fn remember_members(&self) -> Result<(), crate::wire::Failure> {
         let met_before: Vec<PeerName> = {
             let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
             met.keys().cloned().collect()

@@ -6,10 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio_util::sync::CancellationToken;
 
-use super::Node;
-use super::dispatch::{Request, Served};
-use super::failure::failure;
-use super::marks::receipt_name;
+use super::fencing::receipt_name;
 use crate::budget::{Budget, Reservation};
 use crate::clock::deadline;
 use crate::format::file::{FileKey, FileName};
@@ -19,6 +16,9 @@ use crate::id::NodeId;
 use crate::kind::Kind;
 use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
+use crate::node::Node;
+use crate::node::rpc::dispatch::{Request, Served};
+use crate::node::rpc::failure::failure;
 use crate::pipeline::hop::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::hop_error::HopError;
 use crate::pipeline::read::report_damage;
@@ -44,7 +44,7 @@ const MEMORY_LIMIT: Duration = Duration::from_secs(6);
 /// second's own answer comes first; with it, shorter than a client waits.
 const FORWARD_LIMIT: Duration = Duration::from_secs(8);
 /// What one incoming block works in: its stream, the one to its second holder, the writer, the trailer, and chunks on their way.
-pub(super) const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
+pub(in crate::node) const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
     + SEND_BYTES
     + BLOCK_WRITER_BYTES
     + MAX_TRAILER_BYTES
@@ -69,7 +69,7 @@ struct Sending {
 }
 
 impl Node {
-    pub(super) async fn memory(
+    pub(in crate::node) async fn memory(
         &self,
         share: &Arc<Budget>,
         bytes: u64,
@@ -89,7 +89,7 @@ impl Node {
         Ok(deadline(&*self.clock, STALL_LIMIT, recv.read_exact(want)).await??)
     }
 
-    pub(super) async fn put_block(self: &Arc<Self>, request: Request, mut served: Served) {
+    pub(in crate::node) async fn put_block(self: &Arc<Self>, request: Request, mut served: Served) {
         let answer = match request.parse::<PutBlock>() {
             Ok(call) => match self.store_block(call, &mut served).await {
                 Ok(Some(answer)) => Ok(answer),
@@ -231,7 +231,7 @@ impl Node {
         self.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
     }
 
-    pub(super) async fn read(self: &Arc<Self>, request: Request, served: Served) {
+    pub(in crate::node) async fn read(self: &Arc<Self>, request: Request, served: Served) {
         let prepared = match request.parse::<Read>() {
             Ok(call) => self.open_read(call).await,
             Err(error) => Err(error.into()),
@@ -239,7 +239,7 @@ impl Node {
         self.send(prepared, served).await;
     }
 
-    pub(super) async fn read_source(self: &Arc<Self>, request: Request, served: Served) {
+    pub(in crate::node) async fn read_source(self: &Arc<Self>, request: Request, served: Served) {
         let prepared = match request.parse::<ReadSource>() {
             Ok(call) => self.open_source(call).await,
             Err(error) => Err(error.into()),
@@ -317,7 +317,7 @@ impl Node {
         Ok((Sending { file: Arc::new(file), from: call.from, end, memory }, answer))
     }
 
-    pub(super) async fn inspect(&self, call: Inspect) -> Result<Vec<FileView>, Failure> {
+    pub(in crate::node) async fn inspect(&self, call: Inspect) -> Result<Vec<FileView>, Failure> {
         let files = self.on_store(move |store| store.find(call.stripe)).await?;
         let view = |info: &FileInfo| FileView {
             file: info.content.name(),
@@ -327,7 +327,7 @@ impl Node {
         Ok(files.iter().map(view).collect())
     }
 
-    pub(super) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
+    pub(in crate::node) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
         self.still_replicated(call.stripe).await?;
         self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
         let copied = self.copy_replica(&call).await;
@@ -391,7 +391,7 @@ impl Node {
         Ok(())
     }
 
-    pub(super) async fn reserve(&self, call: Reserve) -> Result<(), Failure> {
+    pub(in crate::node) async fn reserve(&self, call: Reserve) -> Result<(), Failure> {
         let order = call.order;
         self.admit_order(order.stripe.shard, order.generation, order.coordinator).await?;
         Ok(self.runs.reserve(order).await?)
@@ -399,7 +399,7 @@ impl Node {
 
     /// The run is a task of its own: its coordinator gives it up as soon as it hears of any failure, perhaps that of a neighbour, and
     /// what was written here, or found rotten, has to be looked after all the same.
-    pub(super) async fn run(self: &Arc<Self>, call: Run) -> Result<RunReport, Failure> {
+    pub(in crate::node) async fn run(self: &Arc<Self>, call: Run) -> Result<RunReport, Failure> {
         let given_up = self.stop.child_token();
         let _when_dropped = given_up.clone().drop_guard();
         let node = self.clone();
@@ -456,7 +456,7 @@ impl Node {
         .await
     }
 
-    pub(super) async fn release(&self, call: Release) -> Result<(), Failure> {
+    pub(in crate::node) async fn release(&self, call: Release) -> Result<(), Failure> {
         self.runs.release(call.run);
         Ok(())
     }

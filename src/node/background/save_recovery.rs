@@ -11,15 +11,15 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::Node;
-use super::policy::{Looked, Survey};
-use super::removal::{Removed, Underway};
-use super::waits::{LOOKS, look};
-use super::walk::Walk;
+use super::retention::{Looked, Survey};
+use super::retry::{LOOKS, look};
 use crate::catalogue::Catalogue;
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
+use crate::node::Node;
+use crate::node::gateway::removal::{Removed, Underway};
 use crate::wire::Failure;
 
 /// Decided saves and removals that this daemon goes on with at once.
@@ -41,7 +41,7 @@ impl Collector {
 
 impl Node {
     /// Looks without end.
-    pub(super) async fn collect(self: Arc<Self>) {
+    pub(in crate::node) async fn collect(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(COLLECTED_AT_ONCE));
         let mut collector = Collector { since: HashMap::new(), slots };
         let mut looked = Looked::default();

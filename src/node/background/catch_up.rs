@@ -10,15 +10,9 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use super::Node;
-use super::census::node_address;
-use super::failure::failure;
-use super::inventory;
-use super::marks::marked_save;
-use super::quorum::Quorum;
-use super::waits::{grown, look};
-use super::walk::Walk;
+use super::retry::{grown, look};
 use crate::catalogue::Catalogue;
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::map::REVISIONS_PER_EPOCH;
 use crate::catalogue::records::{
     CHECKPOINTS, NODES, NOTHING_FORGOTTEN, ORPHANS, parse, read, root_key,
@@ -30,6 +24,12 @@ use crate::format::records::{
 use crate::id::{Epoch, PeerName, SaveId, ShardId};
 use crate::kind::Kind;
 use crate::net::call::address;
+use crate::node::Node;
+use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::quorum::Quorum;
+use crate::node::rpc::failure::failure;
+use crate::node::storage::fencing::marked_save;
+use crate::node::storage::inventory;
 use crate::store::{Store, StoreError};
 use crate::wire::Failure;
 use crate::wire::calls::{CatchUp, ListGraves, PutMark, StandingAnswer};
@@ -46,7 +46,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// Whether this node is at it, and whether it is to begin again.
 #[derive(Default)]
-pub(super) struct CatchingUp {
+pub(in crate::node) struct CatchingUp {
     alone: tokio::sync::Mutex<()>,
     is_due: AtomicBool,
     now: Notify,
@@ -54,7 +54,7 @@ pub(super) struct CatchingUp {
 
 impl CatchingUp {
     /// It begins, or begins again.
-    pub(super) fn is_due(&self) {
+    pub(in crate::node) fn is_due(&self) {
         self.is_due.store(true, Ordering::Relaxed);
         self.now.notify_one();
     }
@@ -69,7 +69,7 @@ struct Marked {
 
 impl Node {
     /// Catches up when it has registered, and again whenever that is due.
-    pub(super) async fn keep_caught_up(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_caught_up(self: Arc<Self>) {
         if !self.settings.storage {
             return;
         }
@@ -98,7 +98,7 @@ impl Node {
     /// Compares this node's entry in the list of nodes with its note: a node that was taken off the list has missed commits and removals
     /// since. A rebuilt map has other entries for all nodes; a node keeps its note then, because a rebuild lists only nodes that were on the
     /// list.
-    pub(super) async fn check_registration(&self) -> Result<(), Failure> {
+    pub(in crate::node) async fn check_registration(&self) -> Result<(), Failure> {
         let noted = self.on_store(|store| Ok::<_, StoreError>(store.caught_up_as())).await?;
         let Some(noted) = noted else { return Ok(()) };
         let registered = self.registration().await?;
@@ -120,7 +120,7 @@ impl Node {
         Ok(self.catalogue().get(&key).await?.map(|entry| entry.revision))
     }
 
-    pub(super) async fn catch_up_for(&self, call: CatchUp) -> Result<(), Failure> {
+    pub(in crate::node) async fn catch_up_for(&self, call: CatchUp) -> Result<(), Failure> {
         self.catch_up(call.without.as_ref()).await
     }
 
@@ -330,11 +330,14 @@ impl Node {
         Ok(())
     }
 
-    pub(super) async fn list_graves(&self, call: ListGraves) -> Result<Vec<SaveId>, Failure> {
+    pub(in crate::node) async fn list_graves(
+        &self,
+        call: ListGraves,
+    ) -> Result<Vec<SaveId>, Failure> {
         self.on_store(move |store| graves(store, call.after, GRAVES_PER_PAGE)).await
     }
 
-    pub(super) async fn damaged_marks(&self) -> Result<Vec<SaveId>, Failure> {
+    pub(in crate::node) async fn damaged_marks(&self) -> Result<Vec<SaveId>, Failure> {
         let damaged = self.on_store(inventory::damaged_marks).await?;
         if !damaged.is_empty() {
             tracing::warn!(

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
 
-use super::Node;
-use super::orphans::Kept;
 use crate::id::SaveId;
+use crate::node::Node;
+use crate::node::background::orphan_gc::Kept;
 use crate::wire::Failure;
 
 /// Saves that a note names.
@@ -13,11 +13,11 @@ const NAMED: usize = 3;
 
 impl Node {
     /// Saves that no step has and that are kept, as the catalogue's home knows them.
-    pub(super) fn kept(&self) -> MutexGuard<'_, BTreeMap<SaveId, Kept>> {
+    pub(in crate::node) fn kept(&self) -> MutexGuard<'_, BTreeMap<SaveId, Kept>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) async fn notes(&self, quarantined: u64) -> Result<Vec<String>, Failure> {
+    pub(in crate::node) async fn notes(&self, quarantined: u64) -> Result<Vec<String>, Failure> {
         let mut notes: Vec<String> = self.hosting.note().into_iter().collect();
         notes.extend(self.fullness_notes().await);
         let (found, aside) = self

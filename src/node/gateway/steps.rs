@@ -4,9 +4,6 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use super::Node;
-use super::dispatch::{Request, Served};
-use super::failure::failure;
 use crate::catalogue::records::{
     CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, read, state_key, update,
 };
@@ -15,6 +12,9 @@ use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardState};
 use crate::id::{Job, SaveId, Step};
 use crate::kind::Kind;
 use crate::net::Role;
+use crate::node::Node;
+use crate::node::rpc::dispatch::{Request, Served};
+use crate::node::rpc::failure::failure;
 use crate::pipeline::archive::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::wire::Failure;
@@ -24,16 +24,16 @@ use crate::wire::calls::{
 };
 
 /// Shards in one page of an answer.
-pub(super) const SHARDS_SHOWN: usize = 128;
+pub(in crate::node) const SHARDS_SHOWN: usize = 128;
 /// Events kept for a client that watches an archiving.
 const EVENTS: usize = 64;
 
-pub(super) fn not_committed(job: &Job, step: Step) -> Failure {
+pub(in crate::node) fn not_committed(job: &Job, step: Step) -> Failure {
     failure(Kind::NotFound, format!("{job}/{step} is not committed: `rapidraid ls` shows what is"))
 }
 
 /// What became of a save that was to go out of sight.
-pub(super) enum Unpublished {
+pub(in crate::node) enum Unpublished {
     /// It is being removed, from now on or already.
     Removing(Removing),
     /// Another save is committed in its place.
@@ -43,7 +43,10 @@ pub(super) enum Unpublished {
 }
 
 impl Node {
-    pub(super) async fn remove(self: &Arc<Self>, call: Remove) -> Result<RemoveAnswer, Failure> {
+    pub(in crate::node) async fn remove(
+        self: &Arc<Self>,
+        call: Remove,
+    ) -> Result<RemoveAnswer, Failure> {
         let Remove { job, step, save } = &call;
         let entry = match self.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
             Unpublished::Removing(entry) => entry,
@@ -65,7 +68,7 @@ impl Node {
     }
 
     /// Takes `save` out of sight, if it is what is committed, by one compare-and-set: from now on it is being removed.
-    pub(super) async fn unpublish(
+    pub(in crate::node) async fn unpublish(
         &self,
         job: &Job,
         step: Step,
@@ -94,7 +97,7 @@ impl Node {
         Ok(found)
     }
 
-    pub(super) async fn list(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {
+    pub(in crate::node) async fn list(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {
         match self.unless_away(self.list_known(call.clone())).await {
             Some(answer) => answer,
             None => self.list_away(call).await,
@@ -141,7 +144,7 @@ impl Node {
         })
     }
 
-    pub(super) async fn show(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
+    pub(in crate::node) async fn show(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
         match self.unless_away(self.show_known(call.clone())).await {
             Some(answer) => answer,
             None => self.show_away(call).await,
@@ -169,7 +172,7 @@ impl Node {
         Ok(ShowAnswer { step, shards })
     }
 
-    pub(super) async fn get_state(
+    pub(in crate::node) async fn get_state(
         self: &Arc<Self>,
         call: GetState,
     ) -> Result<Option<ShardState>, Failure> {
@@ -184,7 +187,10 @@ impl Node {
     }
 
     /// A node asks the catalogue's home: what is only believed here is no answer for it.
-    pub(super) async fn nodes(self: &Arc<Self>, asks: Role) -> Result<Vec<NodeView>, Failure> {
+    pub(in crate::node) async fn nodes(
+        self: &Arc<Self>,
+        asks: Role,
+    ) -> Result<Vec<NodeView>, Failure> {
         if asks == Role::Node {
             return Ok(self.hosted()?.nodes().await?);
         }
@@ -195,7 +201,7 @@ impl Node {
     }
 
     /// The archiving is this daemon's task; the client watches it and may go.
-    pub(super) async fn archive(self: &Arc<Self>, request: Request, mut served: Served) {
+    pub(in crate::node) async fn archive(self: &Arc<Self>, request: Request, mut served: Served) {
         let call = match request.parse::<Archive>() {
             Ok(call) => call,
             Err(error) => return self.refuse(served, error.into()).await,

@@ -8,17 +8,17 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 
-use super::census::node_address;
-use super::failure::failure;
-use super::waits::{grown, look, renewal};
-use super::walk::Walk;
-use super::{MAX_MET, Node};
+use super::retry::{grown, look, renewal};
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{ARCHIVINGS, Archiving, NODES, parse, parse_archiving_key};
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::id::{LeaseId, MapId};
 use crate::kind::Kind;
 use crate::net::{Peer, Role};
+use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::rpc::failure::failure;
+use crate::node::{MAX_MET, Node};
 use crate::wire::Failure;
 use crate::wire::calls::{
     CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseRevoke, LeaseTouch,
@@ -39,7 +39,11 @@ struct Met {
 }
 
 impl Node {
-    pub(super) async fn hello(&self, call: Hello, peer: &Peer) -> Result<HelloAnswer, Failure> {
+    pub(in crate::node) async fn hello(
+        &self,
+        call: Hello,
+        peer: &Peer,
+    ) -> Result<HelloAnswer, Failure> {
         if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
         {
             // Who has noted an epoch without its home may know nobody else to ask.
@@ -60,7 +64,7 @@ impl Node {
         })
     }
 
-    pub(super) async fn status(&self) -> Result<NodeStatusAnswer, Failure> {
+    pub(in crate::node) async fn status(&self) -> Result<NodeStatusAnswer, Failure> {
         let totals = self.store.totals();
         let space = self.store.space()?;
         let budgets = [
@@ -90,7 +94,7 @@ impl Node {
     }
 
     /// Registers, again and again, for as long as the node runs.
-    pub(super) async fn keep_registered(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_registered(self: Arc<Self>) {
         let (mut told, mut has_registered) = (false, false);
         // When it registered last, and with which map.
         let mut last = None;
@@ -181,7 +185,7 @@ impl Node {
     }
 
     /// Registers, and finds out whether this node was off the list before.
-    pub(super) async fn register_here(&self) -> Result<RegisterAnswer, Failure> {
+    pub(in crate::node) async fn register_here(&self) -> Result<RegisterAnswer, Failure> {
         self.check_registration().await?;
         let answer = self.catalogue().register(&self.record()).await?;
         self.check_registration().await?;
@@ -189,7 +193,7 @@ impl Node {
     }
 
     /// Looks for work that others left, again and again.
-    pub(super) async fn keep_looking(self: Arc<Self>) {
+    pub(in crate::node) async fn keep_looking(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
         let mut met = HashMap::new();
         loop {
@@ -247,16 +251,19 @@ impl Node {
         Ok(now_met)
     }
 
-    pub(super) fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
+    pub(in crate::node) fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
         self.hosted_catalogue()
             .ok_or_else(|| failure(Kind::Unavailable, "this node does not host the catalogue"))
     }
 
-    pub(super) async fn register(&self, call: Register) -> Result<RegisterAnswer, Failure> {
+    pub(in crate::node) async fn register(
+        &self,
+        call: Register,
+    ) -> Result<RegisterAnswer, Failure> {
         Ok(self.hosted()?.register(&call.node).await?)
     }
 
-    pub(super) async fn catalogue_get(
+    pub(in crate::node) async fn catalogue_get(
         &self,
         call: CatalogueGet,
     ) -> Result<Option<(Vec<u8>, u64)>, Failure> {
@@ -264,7 +271,10 @@ impl Node {
         Ok(entry.map(|entry| (entry.value, entry.revision)))
     }
 
-    pub(super) async fn catalogue_set(&self, call: CatalogueSet) -> Result<SetAnswer, Failure> {
+    pub(in crate::node) async fn catalogue_set(
+        &self,
+        call: CatalogueSet,
+    ) -> Result<SetAnswer, Failure> {
         let outcome = self.hosted()?.set(&call.key, call.expected, call.value).await?;
         Ok(match outcome {
             SetOutcome::Set(revision) => SetAnswer::Set(revision),
@@ -274,7 +284,7 @@ impl Node {
         })
     }
 
-    pub(super) async fn catalogue_list(
+    pub(in crate::node) async fn catalogue_list(
         &self,
         call: CatalogueList,
     ) -> Result<Vec<(String, Vec<u8>, u64)>, Failure> {
@@ -282,16 +292,16 @@ impl Node {
         Ok(page.into_iter().map(|(key, entry)| (key, entry.value, entry.revision)).collect())
     }
 
-    pub(super) async fn lease_grant(&self) -> Result<(LeaseId, u64), Failure> {
+    pub(in crate::node) async fn lease_grant(&self) -> Result<(LeaseId, u64), Failure> {
         let (lease, period) = self.hosted()?.lease_grant().await?;
         Ok((lease, period.as_millis() as u64))
     }
 
-    pub(super) async fn lease_touch(&self, call: LeaseTouch) -> Result<bool, Failure> {
+    pub(in crate::node) async fn lease_touch(&self, call: LeaseTouch) -> Result<bool, Failure> {
         Ok(self.hosted()?.lease_touch(call.lease, call.keep).await?)
     }
 
-    pub(super) async fn lease_revoke(&self, call: LeaseRevoke) -> Result<(), Failure> {
+    pub(in crate::node) async fn lease_revoke(&self, call: LeaseRevoke) -> Result<(), Failure> {
         Ok(self.hosted()?.lease_revoke(call.lease).await?)
     }
 }

@@ -57,6 +57,6 @@ impl From<Elapsed> for Failure {
 }
 
 /// A failure with words of its own.
-pub(super) fn failure(kind: Kind, message: impl Into<String>) -> Failure {
+pub(in crate::node) fn failure(kind: Kind, message: impl Into<String>) -> Failure {
     Failure { kind, message: message.into() }
 }

@@ -8,11 +8,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::Node;
-use super::failure::failure;
-use super::hosting::tolerated;
-use super::quorum::majority;
-use super::walk::Walk;
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::records::{
     NOTHING_FORGOTTEN, Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
 };
@@ -21,6 +17,10 @@ use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardSt
 use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
 use crate::kind::Kind;
 use crate::net::call::address;
+use crate::node::Node;
+use crate::node::catalogue_server::serving::tolerated;
+use crate::node::quorum::majority;
+use crate::node::rpc::failure::failure;
 use crate::pipeline::archive::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store};
@@ -39,16 +39,16 @@ const AT_ONCE: usize = 32;
 const PAGE: usize = 1024;
 
 /// How far a removal came.
-pub(super) struct Removed {
+pub(in crate::node) struct Removed {
     /// For whoever asked.
-    pub(super) answer: RemoveAnswer,
+    pub(in crate::node) answer: RemoveAnswer,
     /// All nodes have swept, and the catalogue has forgotten the save.
-    pub(super) is_complete: bool,
+    pub(in crate::node) is_complete: bool,
 }
 
 impl Node {
     /// Carries one removal as far as it goes now. Safe to repeat.
-    pub(super) async fn removal(
+    pub(in crate::node) async fn removal(
         &self,
         job: &Job,
         step: Step,
@@ -73,7 +73,10 @@ impl Node {
     }
 
     /// Removes a save that belongs to no step's record, as far as it goes now; `true` when it is gone from all nodes.
-    pub(super) async fn removal_of_orphan(&self, entry: &Removing) -> Result<bool, Failure> {
+    pub(in crate::node) async fn removal_of_orphan(
+        &self,
+        entry: &Removing,
+    ) -> Result<bool, Failure> {
         let answer = self.bury(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
     }
@@ -207,7 +210,7 @@ impl Node {
     }
 
     /// Removes a tombstoned save's files; answers with their bytes. One at a time per save: a long one is waited for by asking again.
-    pub(super) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
+    pub(in crate::node) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
         let mut waits = 0;
         let mark = loop {
             match Underway::begin(&self.sweeping, save) {
@@ -229,7 +232,7 @@ impl Node {
     }
 
     /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.
-    pub(super) async fn still_wanted(&self, save: SaveId) -> Result<(), Failure> {
+    pub(in crate::node) async fn still_wanted(&self, save: SaveId) -> Result<(), Failure> {
         if self.is_tombstoned(save).await? {
             self.sweep_save(save).await?;
             return Err(failure(Kind::Fenced, format!("save {save} was removed meanwhile")));
@@ -238,7 +241,7 @@ impl Node {
     }
 
     /// Removes what `entry` names in the background.
-    pub(super) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
+    pub(in crate::node) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         self.spawn(|node| async move {
             if let Err(error) = node.removal(&job, step, &entry).await {
                 tracing::warn!(%job, %step, %error, "a removal is not complete");
@@ -248,7 +251,7 @@ impl Node {
 }
 
 /// From here on the catalogue does not know all that was removed: nodes that catch up ask the others (docs/semantics.md, 2).
-pub(super) async fn note_forgotten(catalogue: &dyn Catalogue) -> Result<(), Failure> {
+pub(in crate::node) async fn note_forgotten(catalogue: &dyn Catalogue) -> Result<(), Failure> {
     if let Some(found) = catalogue.get(NOTHING_FORGOTTEN).await? {
         catalogue.set(NOTHING_FORGOTTEN, Some(found.revision), None).await?;
     }
@@ -262,17 +265,17 @@ fn without(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
 }
 
 /// Saves that somebody here is at.
-pub(super) type Underways = Arc<Mutex<HashSet<SaveId>>>;
+pub(in crate::node) type Underways = Arc<Mutex<HashSet<SaveId>>>;
 
 /// The mark that somebody here is at a save, until it is dropped.
-pub(super) struct Underway {
+pub(in crate::node) struct Underway {
     all: Underways,
     save: SaveId,
 }
 
 impl Underway {
     /// `None`: it has the mark.
-    pub(super) fn begin(all: &Underways, save: SaveId) -> Option<Self> {
+    pub(in crate::node) fn begin(all: &Underways, save: SaveId) -> Option<Self> {
         let is_new = all.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
         is_new.then(|| Self { all: all.clone(), save })
     }

@@ -9,11 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::Node;
-use super::failure::failure;
-use super::gateway::Unpublished;
-use super::waits::Waits;
-use super::walk::Walk;
+use super::retry::Waits;
+use crate::catalogue::key_scan::Walk;
 use crate::catalogue::records::{
     ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
     parse_checkpoint_key, read, roots_prefix, state_key,
@@ -23,6 +20,9 @@ use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step};
 use crate::kind::Kind;
+use crate::node::Node;
+use crate::node::gateway::steps::Unpublished;
+use crate::node::rpc::failure::failure;
 use crate::wire::Failure;
 use crate::wire::calls::{ArchiveOptions, PlanChoice, PolicyStatus};
 use crate::wire::order::Codec;
@@ -45,16 +45,16 @@ const OPTIONS: ArchiveOptions =
 
 /// What a walk over all checkpoints found.
 #[derive(Default)]
-pub(super) struct Survey {
+pub(in crate::node) struct Survey {
     /// Committed steps of each job.
-    pub(super) committed: BTreeMap<Job, u64>,
+    pub(in crate::node) committed: BTreeMap<Job, u64>,
     /// Removals that are under way.
-    pub(super) removing: u64,
+    pub(in crate::node) removing: u64,
 }
 
 /// What only saves work from round to round.
 #[derive(Default)]
-pub(super) struct Looked {
+pub(in crate::node) struct Looked {
     archived: HashSet<SaveId>,
     /// Where the last round stopped looking.
     cursor: Option<(Job, Step)>,
@@ -62,13 +62,13 @@ pub(super) struct Looked {
 }
 
 /// What the rounds share with the archiving under way and with those who ask.
-pub(super) struct Desk {
+pub(in crate::node) struct Desk {
     waits: Waits,
     answer: PolicyAnswer,
 }
 
 impl Desk {
-    pub(super) fn new(lease: std::time::Duration) -> Mutex<Self> {
+    pub(in crate::node) fn new(lease: std::time::Duration) -> Mutex<Self> {
         Mutex::new(Self { waits: Waits::new(lease), answer: PolicyAnswer::default() })
     }
 }
@@ -95,7 +95,7 @@ impl Node {
     }
 
     /// One round; gives what it has retired.
-    pub(super) async fn apply_policy(
+    pub(in crate::node) async fn apply_policy(
         self: &Arc<Self>,
         survey: &Survey,
         memory: &mut Looked,
@@ -248,7 +248,7 @@ impl Node {
         })
     }
 
-    pub(super) fn removals(&self) -> MutexGuard<'_, Waits> {
+    pub(in crate::node) fn removals(&self) -> MutexGuard<'_, Waits> {
         self.removals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -277,7 +277,10 @@ impl Node {
         };
     }
 
-    pub(super) async fn policy_status(&self, _: PolicyStatus) -> Result<PolicyAnswer, Failure> {
+    pub(in crate::node) async fn policy_status(
+        &self,
+        _: PolicyStatus,
+    ) -> Result<PolicyAnswer, Failure> {
         if !self.serves() {
             let text = "this node does not host the catalogue, and applies no policy";
             return Err(failure(Kind::Unavailable, text));

@@ -1,0 +1,10 @@
+//! Work that a node does unasked: it registers, catches up, retries, and finishes what others left. The catalogue's host also applies the policy
+//! and collects orphans.
+
+pub(super) mod catch_up;
+pub(super) mod orphan_gc;
+pub(super) mod registration;
+pub(super) mod replica_gc;
+pub(super) mod retention;
+pub(super) mod retry;
+pub(super) mod save_recovery;

@@ -1,0 +1,6 @@
+//! Calls that any node answers for a client: saves, steps, removals, and reads while no catalogue answers.
+
+pub(super) mod removal;
+pub(super) mod saves;
+pub(super) mod steps;
+pub(super) mod without_catalogue;

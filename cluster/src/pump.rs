@@ -14,7 +14,7 @@ use rapidraid::config::Congestion;
 use rapidraid::net::identity::Identity;
 use rapidraid::net::quic::{QuicTransport, TransportLimits};
 use rapidraid::net::{Address, RecvStream, SendStream, Transport};
-use rapidraid::pipeline::hop::STREAM_WINDOW_BYTES;
+use rapidraid::pipeline::executor::STREAM_WINDOW_BYTES;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};

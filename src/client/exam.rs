@@ -9,7 +9,7 @@ use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
-use crate::pipeline::records::StripeInfo;
+use crate::pipeline::shard_records::StripeInfo;
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{ExamineAnswer, RecordName, SourceView};
 

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use crate::pipeline::save::Source;
+use crate::pipeline::upload::Source;
 
 /// A file, read where it lies. Its length is what it was when it was opened.
 #[derive(Debug)]

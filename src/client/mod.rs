@@ -60,7 +60,7 @@ use crate::net::identity::Identity;
 use crate::net::pool::Pool;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::net::{Address, Transport};
-use crate::pipeline::hop::STREAM_WINDOW_BYTES;
+use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 pub use crate::pipeline::read::Sink;
 use crate::topology::Directory;
 use crate::wire::calls::{

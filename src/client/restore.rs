@@ -16,7 +16,7 @@ use crate::format::records::{Leaves, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
 use crate::kind::Kind;
 use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
-use crate::pipeline::records::{self, RecordsError};
+use crate::pipeline::shard_records::{self, RecordsError};
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::GetState;
@@ -343,7 +343,7 @@ impl Client {
     ) -> Result<Leaves, ClientError> {
         let mut patience = reading.patience();
         loop {
-            match records::leaves(&reading.caller, &reading.directory, &part.root).await {
+            match shard_records::leaves(&reading.caller, &reading.directory, &part.root).await {
                 Err(error @ RecordsError::Lost { .. }) => {
                     self.state(reading, part).await?;
                     if error.kind() != Kind::Busy || !patience.wait().await {
@@ -382,7 +382,8 @@ impl Client {
         state: StripeState,
     ) -> Result<StripeReader, ClientError> {
         let (caller, directory) = (&reading.caller, &reading.directory);
-        let info = match records::stripe(caller, directory, &part.root, leaves, slice.stripe).await
+        let info = match shard_records::stripe(caller, directory, &part.root, leaves, slice.stripe)
+            .await
         {
             Err(error @ RecordsError::Lost { .. }) if error.kind() == Kind::Busy => {
                 let stripe = StripeId { shard: part.root.shard, index: slice.stripe };
@@ -404,7 +405,7 @@ impl Client {
             StripeState::Archived { attempt, .. } => {
                 // Without a receipt the pieces are still there; the decoded bytes are checked all the same.
                 let at = (slice.stripe, info.places.as_slice());
-                records::receipt(caller, directory, &part.root, at, attempt).await.ok()
+                shard_records::receipt(caller, directory, &part.root, at, attempt).await.ok()
             }
             _ => None,
         };

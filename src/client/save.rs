@@ -26,7 +26,7 @@ use crate::gf::FingerprintKey;
 use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StripeId};
 use crate::kind::Kind;
 use crate::net::Address;
-use crate::pipeline::save::{Failures, SaveError, Upload};
+use crate::pipeline::upload::{Failures, SaveError, Upload};
 use crate::placement::{Spares, place, ring};
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use super::ClientError;
 use crate::entropy::Entropy;
 use crate::id::{SaveId, ShardName};
-use crate::pipeline::save::Source;
+use crate::pipeline::upload::Source;
 
 /// One shard to save.
 #[derive(Clone)]

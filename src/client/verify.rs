@@ -19,7 +19,7 @@ use crate::format::records::{Leaves, Receipt, Record, StripeState};
 use crate::id::{Attempt, Job, NodeId, PeerName, ShardName, Step, StripeId};
 use crate::kind::Kind;
 use crate::pipeline::read::{Reading, state_on_nodes};
-use crate::pipeline::records::{self, RecordsError};
+use crate::pipeline::shard_records::{self, RecordsError};
 use crate::wire::NodeAddress;
 use crate::wire::calls::{
     ExamineAnswer, ExamineStripe, GetRecord, ListSources, RecordName, Suspect,
@@ -335,7 +335,7 @@ impl Verification<'_> {
         let answers = self.ask_ring(part, index).await;
         let mut info = None;
         if let Some(leaves) = leaves.filter(|_| part.root.len_bytes > 0) {
-            match records::stripe(caller, directory, &part.root, leaves, index).await {
+            match shard_records::stripe(caller, directory, &part.root, leaves, index).await {
                 Ok(found) => info = Some(found),
                 Err(error @ RecordsError::Lost { .. }) => self.incident(error.to_string()),
                 Err(error) => return Err(error.into()),

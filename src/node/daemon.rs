@@ -15,7 +15,7 @@ use crate::kind::Kind;
 use crate::net::NetError;
 use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
-use crate::pipeline::hop::STREAM_WINDOW_BYTES;
+use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::store::{
     Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledKv, SledMaps, Store,
     StoreError, adjust_reserve,

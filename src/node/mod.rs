@@ -37,8 +37,8 @@ use crate::id::{ClusterId, NodeId, PeerName, SaveId, ShardId};
 use crate::net::Transport;
 use crate::net::call::Caller;
 use crate::net::pool::Pool;
-use crate::pipeline::archive::Coordinator;
-use crate::pipeline::run::Runs;
+use crate::pipeline::coordinator::Coordinator;
+use crate::pipeline::executor::Runs;
 use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
 use crate::workers::Workers;
@@ -382,7 +382,7 @@ impl Node {
 mod tests {
     use super::archive_share_bytes;
     use crate::gf::Fingerprint;
-    use crate::pipeline::hop::hop_bytes;
+    use crate::pipeline::executor::hop_bytes;
     use crate::plan::{Input, Output};
     use crate::store::PIECE_WRITER_BYTES;
     use crate::units::MIB;

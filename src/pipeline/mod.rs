@@ -1,12 +1,9 @@
-//! Work on stripes as bounded streams: saving blocks, running a plan's hops, archiving, reading.
+//! Work on stripes as bounded streams, by who runs it: a client uploads and reads, a coordinator archives, and every node executes
+//! its part of a plan.
 
-pub mod account;
-pub mod archive;
-pub mod hop;
-pub mod hop_error;
-pub mod patience;
-pub mod piece_slot;
+pub mod busy_retry;
+pub mod coordinator;
+pub mod executor;
 pub mod read;
-pub mod records;
-pub mod run;
-pub mod save;
+pub mod shard_records;
+pub mod upload;

@@ -9,7 +9,7 @@ use rapidraid::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
 use rapidraid::id::{NodeId, SaveId, Step};
 use rapidraid::kind::Kind;
 use rapidraid::net::Role;
-use rapidraid::pipeline::save::Source;
+use rapidraid::pipeline::upload::Source;
 use rapidraid::store::Disk;
 use rapidraid::wire::calls::{Abort, Commit, Keep, PutRecord, RecordName, Seal};
 use tokio::sync::Notify;

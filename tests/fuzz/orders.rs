@@ -17,7 +17,7 @@ use rapidraid::net::call::Caller;
 use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::pool::Pool;
 use rapidraid::net::{Peer, Role};
-use rapidraid::pipeline::run::{RunError, Runs, order_bytes};
+use rapidraid::pipeline::executor::{RunError, Runs, order_bytes};
 use rapidraid::plan::{Input, Output};
 use rapidraid::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
 use rapidraid::units::GRAIN_BYTES;

@@ -21,7 +21,7 @@ use crate::node::Node;
 use crate::node::catalogue_server::serving::tolerated;
 use crate::node::quorum::majority;
 use crate::node::rpc::failure::failure;
-use crate::pipeline::archive::shard_roots;
+use crate::pipeline::coordinator::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::store::{Scope, Store};
 use crate::topology::Directory;

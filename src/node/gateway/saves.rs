@@ -22,7 +22,7 @@ use crate::node::Node;
 use crate::node::background::retry::look;
 use crate::node::quorum::majority;
 use crate::node::rpc::failure::failure;
-use crate::pipeline::archive::shard_roots;
+use crate::pipeline::coordinator::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::Failure;

@@ -15,7 +15,7 @@ use crate::net::Role;
 use crate::node::Node;
 use crate::node::rpc::dispatch::{Request, Served};
 use crate::node::rpc::failure::failure;
-use crate::pipeline::archive::shard_roots;
+use crate::pipeline::coordinator::shard_roots;
 use crate::stage::{Stage, about_to};
 use crate::wire::Failure;
 use crate::wire::calls::{

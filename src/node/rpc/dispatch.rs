@@ -16,7 +16,7 @@ use crate::kind::Kind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::node::Node;
-use crate::pipeline::hop::Incoming;
+use crate::pipeline::executor::Incoming;
 use crate::wire::calls::{
     ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, CatchUp, Claim,
     Commit, Drop, ExamineStripe, Fetch, GetRecord, GetStanding, GetState, HandOver, Hello,

@@ -19,10 +19,10 @@ use crate::net::frame::FramedRecv;
 use crate::node::Node;
 use crate::node::rpc::dispatch::{Request, Served};
 use crate::node::rpc::failure::failure;
-use crate::pipeline::hop::{SEND_BYTES, STREAM_WINDOW_BYTES};
-use crate::pipeline::hop_error::HopError;
+use crate::pipeline::executor::HopError;
+use crate::pipeline::executor::RunError;
+use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::read::report_damage;
-use crate::pipeline::run::RunError;
 use crate::plan::Input;
 use crate::stage::{Stage, about_to};
 use crate::store::{

@@ -17,7 +17,7 @@ use crate::kind::Kind;
 use crate::node::Node;
 use crate::node::rpc::failure::failure;
 use crate::pipeline::read::{ReadError, Reading, Sink, StripeReader, state_on_nodes};
-use crate::pipeline::records;
+use crate::pipeline::shard_records;
 use crate::stage::{Stage, about_to};
 use crate::store::{BlockSpec, BlockWriter, Look};
 use crate::topology::Directory;
@@ -179,8 +179,9 @@ impl Node {
         let gone = || failure(Kind::NotFound, format!("shard {} is gone", stripe.shard));
         let (root, _) = read::<ShardRoot>(&*catalogue, &key).await?.ok_or_else(gone)?;
         let directory = Directory::new(catalogue.nodes().await?);
-        let leaves = records::leaves(&self.caller, &directory, &root).await?;
-        let info = records::stripe(&self.caller, &directory, &root, &leaves, stripe.index).await?;
+        let leaves = shard_records::leaves(&self.caller, &directory, &root).await?;
+        let info =
+            shard_records::stripe(&self.caller, &directory, &root, &leaves, stripe.index).await?;
         let expected = info.fixed.blocks.get(usize::from(block)).cloned();
         let expected = expected.filter(|expected| expected.len_bytes > 0).ok_or_else(|| {
             failure(Kind::Invalid, format!("stripe {stripe} has no block {block}"))
@@ -216,7 +217,7 @@ impl Node {
         &self,
         reading: &Arc<Reading>,
         root: &Arc<ShardRoot>,
-        info: &records::StripeInfo,
+        info: &shard_records::StripeInfo,
         block: u8,
     ) -> Result<StripeReader, Failure> {
         let all = 0..grains(info.fixed.cut.block_len(block));
@@ -239,7 +240,8 @@ impl Node {
                 };
                 let at = (index, info.places.as_slice());
                 let (caller, directory) = (&reading.caller, &reading.directory);
-                let receipt = records::receipt(caller, directory, root, at, attempt).await.ok();
+                let receipt =
+                    shard_records::receipt(caller, directory, root, at, attempt).await.ok();
                 plan(state, receipt).await.map_err(read_failure)
             }
             planned => planned.map_err(read_failure),

@@ -6,7 +6,7 @@ use super::Lost;
 use crate::code::CodeError;
 use crate::id::StripeId;
 use crate::kind::Kind;
-use crate::pipeline::patience::BUSY_LIMIT;
+use crate::pipeline::busy_retry::BUSY_LIMIT;
 use crate::plan::check::PlanError;
 use crate::workers::WorkerDied;
 

@@ -7,8 +7,9 @@ use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
-use super::way::Holding;
-use super::{Progress, ReadError, StripeReader};
+use super::ReadError;
+use super::reader::{Progress, StripeReader};
+use super::sources::Holding;
 use crate::clock::{Elapsed, deadline};
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;

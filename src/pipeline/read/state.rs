@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::Reading;
-use super::inspect::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
-use super::reading::DamageOf;
+use super::probe::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+use super::session::DamageOf;
 use crate::format::file::FileName;
 use crate::format::records::{ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId, StripeId};
-use crate::pipeline::records;
+use crate::pipeline::shard_records;
 
 /// Attempts whose receipts are asked for, those with the most pieces first.
 const ATTEMPTS_ASKED: usize = 4;
@@ -54,7 +54,8 @@ pub async fn state_on_nodes(
         attempts.sort_by_key(|(_, pieces)| std::cmp::Reverse(pieces.len()));
         for (attempt, _) in attempts.into_iter().take(ATTEMPTS_ASKED) {
             let (caller, directory) = (&reading.caller, &reading.directory);
-            let found = records::receipt(caller, directory, root, (index, &[]), attempt).await;
+            let found =
+                shard_records::receipt(caller, directory, root, (index, &[]), attempt).await;
             if let Ok(found) = found {
                 let (code, generation) = (found.code, found.generation);
                 return StripeState::Archived { attempt, code, generation, dropped: false };

@@ -14,7 +14,7 @@ use super::source::{HeldMemory, Pieces};
 use crate::format::table::{Extent, MergeInput, Table, TableBuilder, TableError};
 use crate::id::{FillId, SegmentId};
 use crate::kind::Kind;
-use crate::pipeline::save::Source;
+use crate::pipeline::upload::Source;
 use crate::trainer::mapping::Readable;
 use crate::trainer::protocol::Part;
 use crate::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, SegmentError, read_staged};

@@ -5,7 +5,7 @@ use std::io;
 use bytes::Bytes;
 
 use super::hold::Hold;
-use crate::pipeline::save::Source;
+use crate::pipeline::upload::Source;
 use crate::trainer::mapping::Readable;
 
 /// The memory of a segment that is held as long as any byte of it is in use: a [`Bytes`] over it, also one that the transport still has

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 
-use super::shard::OwnedShard;
+use super::owned_shard::OwnedShard;
 use super::{ArchiveError, Coordinator};
 use crate::format::file::FileName;
 use crate::format::records::{Record, StripeRecord};
 use crate::id::{NodeId, StripeId};
 use crate::kind::Kind;
 use crate::net::call::address;
-use crate::pipeline::records::StripeInfo;
+use crate::pipeline::shard_records::StripeInfo;
 use crate::placement::Spares;
 use crate::topology::Directory;
 use crate::wire::calls::{Fetch, FileView, Inspect, ListSources, PutPlaces};

@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::Progress;
-use super::inspect::Held;
+use super::probe::Held;
+use super::reader::Progress;
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::id::{NodeId, StripeId};
 use crate::net::call::Caller;
-use crate::pipeline::patience::Patience;
+use crate::pipeline::busy_retry::Patience;
 use crate::topology::Directory;
 use crate::workers::Workers;
 

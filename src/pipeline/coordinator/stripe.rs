@@ -8,7 +8,7 @@ use futures_util::future::{join_all, try_join_all};
 use futures_util::stream::FuturesUnordered;
 
 use super::orders::{Context, NodeOrder, build, judge};
-use super::shard::OwnedShard;
+use super::owned_shard::OwnedShard;
 use super::{ArchiveError, Coordinator, Events};
 use crate::clock::deadline;
 use crate::code::{reconstruct, table};
@@ -18,9 +18,9 @@ use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot
 use crate::id::{Attempt, Generation, NodeId};
 use crate::kind::Kind;
 use crate::net::call::{CallError, address};
-use crate::pipeline::patience::Patience;
-use crate::pipeline::records::{self, StripeInfo};
-use crate::pipeline::run::ADMIT_ALL_LIMIT;
+use crate::pipeline::busy_retry::Patience;
+use crate::pipeline::executor::ADMIT_ALL_LIMIT;
+use crate::pipeline::shard_records::{self, StripeInfo};
 use crate::placement::place;
 use crate::plan::check::{Goal, check};
 use crate::plan::{Output, Plan};
@@ -93,14 +93,16 @@ impl Coordinator {
     ) -> Result<(), ArchiveError> {
         let directory = self.directory().await?;
         let leaves = shard.leaves(self, &directory).await?;
-        let info = records::stripe(&self.caller, &directory, &shard.root, leaves, index).await?;
+        let info =
+            shard_records::stripe(&self.caller, &directory, &shard.root, leaves, index).await?;
         let (attempt, generation) = match shard.stripe(index).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
                 // Not proven in this run: replicas go only when the pieces are seen to do without them.
                 let at = (index, info.places.as_slice());
                 let receipt =
-                    records::receipt(&self.caller, &directory, &shard.root, at, attempt).await?;
+                    shard_records::receipt(&self.caller, &directory, &shard.root, at, attempt)
+                        .await?;
                 let stands = receipt.generation == generation
                     && self.pieces_span(&info, &directory, &receipt).await;
                 return match stands {
@@ -307,7 +309,7 @@ impl Coordinator {
     ) -> Option<Receipt> {
         let (root, attempt) = (&shard.root, plan.attempt);
         let at = (info.fixed.stripe.index, info.places.as_slice());
-        let found = records::receipt(&self.caller, directory, root, at, attempt).await;
+        let found = shard_records::receipt(&self.caller, directory, root, at, attempt).await;
         let receipt = found.ok().filter(|receipt| {
             let is_home = |piece: &ReceiptPiece| plan.home(piece.piece) == Some(piece.node);
             receipt.generation == generation
@@ -327,10 +329,10 @@ impl Coordinator {
         attempt: Attempt,
     ) -> Result<Option<Receipt>, ArchiveError> {
         let directory = self.directory().await?;
-        let leaves = records::leaves(&self.caller, &directory, root).await?;
-        let info = records::stripe(&self.caller, &directory, root, &leaves, index).await?;
+        let leaves = shard_records::leaves(&self.caller, &directory, root).await?;
+        let info = shard_records::stripe(&self.caller, &directory, root, &leaves, index).await?;
         let at = (index, info.places.as_slice());
-        let receipt = records::receipt(&self.caller, &directory, root, at, attempt).await?;
+        let receipt = shard_records::receipt(&self.caller, &directory, root, at, attempt).await?;
         let held = self.pieces_held(&info, &directory, &receipt).await;
         Ok((held.len() == receipt.pieces.len()).then_some(receipt))
     }
@@ -384,7 +386,8 @@ impl Coordinator {
         let (n, k) = (shard.root.n.into(), shard.root.k.into());
         let (index, attempt, generation) =
             (info.fixed.stripe.index, receipt.attempt, receipt.generation);
-        let placed = place(&shard.root.ring, n, k, index).map_err(records::RecordsError::from)?;
+        let placed =
+            place(&shard.root.ring, n, k, index).map_err(shard_records::RecordsError::from)?;
         // The places are a hint, perhaps of before a spare was taken; the receipt knows who holds the pieces.
         let mut holders: BTreeSet<NodeId> = placed.into_iter().collect();
         holders.extend(info.places.iter().chain(places));

@@ -12,7 +12,7 @@ use crate::code::{Code, Layout, RsCode, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
-use crate::pipeline::records;
+use crate::pipeline::shard_records;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveOptions, PlanChoice};
@@ -153,7 +153,7 @@ impl OwnedShard {
         coordinator: &Coordinator,
         directory: &Directory,
     ) -> Result<&Leaves, ArchiveError> {
-        let fetch = records::leaves(&coordinator.caller, directory, &self.root);
+        let fetch = shard_records::leaves(&coordinator.caller, directory, &self.root);
         Ok(self.leaves.get_or_try_init(|| fetch).await?)
     }
 

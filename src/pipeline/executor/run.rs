@@ -3,8 +3,6 @@
 //! An admitted part holds its whole working set; it gives it back when it ends, is released, or when nobody has run it for
 //! [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
 
-mod error;
-
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -28,6 +26,7 @@ use crate::id::StripeId;
 use crate::kind::Kind;
 use crate::net::call::Caller;
 use crate::net::frame::write_frame;
+pub use crate::pipeline::executor::error::RunError;
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
 use crate::stage::{Stage, about_to};
 use crate::store::disk::AlignedBuffer;
@@ -36,7 +35,6 @@ use crate::units::{GRAIN_BYTES, grains};
 use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
 use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
 use crate::workers::Workers;
-pub use error::RunError;
 
 /// How long a reservation waits for memory.
 pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::shard::OwnedShard;
+use super::owned_shard::OwnedShard;
 use super::{ArchiveError, Coordinator};
 use crate::format::records::{PieceForm, ReceiptPiece, StripeFixed};
 use crate::gf::Fingerprint;

@@ -1,10 +1,10 @@
 //! Why a node refuses its part of a plan, or why the part ended early.
 
-use super::ADMISSION_LIMIT;
+use super::hop_error::HopError;
+use super::run::ADMISSION_LIMIT;
 use crate::budget::BudgetError;
 use crate::id::NodeId;
 use crate::kind::Kind;
-use crate::pipeline::hop_error::HopError;
 use crate::store::StoreError;
 use crate::workers::WorkerDied;
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::ReadError;
+use super::reader::{MAX_PATCHES, Progress, StripeReader, Target};
 use super::source::{OpenFile, Stop};
-use super::{MAX_PATCHES, Progress, ReadError, StripeReader, Target};
 use crate::code::{CodeError, Program};
 use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;

@@ -1,14 +1,4 @@
-//! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas into n proven pieces
-//! (docs/semantics.md, section 4).
-//!
-//! Split by idea: `error` says why it stops; `shard` owns a shard and commits stripes; `stripe` archives one; `orders` turns a plan into orders and
-//! proofs into verdicts; `replicas` makes missing replicas again.
-
-mod error;
-mod orders;
-mod replicas;
-mod shard;
-mod stripe;
+//! One archive request, from its claim in the catalogue to its end.
 
 use std::sync::Arc;
 
@@ -17,6 +7,8 @@ use futures_util::stream;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use super::error::ArchiveError;
+use super::owned_shard::OwnedShard;
 use crate::catalogue::records::{
     Archiving, MAX_WHY_CHARS, Written, archiving_key, checkpoint_key, parse, read, roots_prefix,
     write,
@@ -30,8 +22,6 @@ use crate::net::call::Caller;
 use crate::stage::{Stage, about_to};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
-pub use error::ArchiveError;
-use shard::OwnedShard;
 
 /// Stripes archived at once unless the caller says otherwise.
 const DEFAULT_PARALLEL: usize = 4;
@@ -357,7 +347,7 @@ impl Coordinator {
     }
 
     /// The generation that orders of this coordinator carry never falls below the catalogue's epoch.
-    fn next_generation(&self, seen: Generation) -> Generation {
+    pub(super) fn next_generation(&self, seen: Generation) -> Generation {
         seen.next(self.catalogue.epoch())
     }
 }

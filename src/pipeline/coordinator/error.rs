@@ -4,7 +4,7 @@ use crate::catalogue::CatalogueError;
 use crate::id::{Job, NodeId, Step, StripeId};
 use crate::kind::Kind;
 use crate::net::call::CallError;
-use crate::pipeline::records::RecordsError;
+use crate::pipeline::shard_records::RecordsError;
 use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
 use crate::wire::Failure;

@@ -7,60 +7,48 @@
 //! others do not do without it.
 //! A node that is busy has what is wanted: all files are let go, and opened again later.
 
-mod error;
-mod flow;
-mod inspect;
-mod reading;
-mod source;
-mod state;
-mod way;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-pub use error::ReadError;
+use super::error::ReadError;
+use super::probe::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all, report_damage};
+use super::session::{BadFile, MAX_BAD_FILES, Reading, lock};
+use super::source::{Fault, Stop, all};
+use super::sources::{Coded, Holding, Lost, Wanted, Way};
 use futures_util::future::try_join_all;
-pub use inspect::report_damage;
-use inspect::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
-pub use reading::Reading;
-use reading::{BadFile, MAX_BAD_FILES, lock};
-use source::{Fault, Stop, all};
-pub use state::state_on_nodes;
-pub use way::Lost;
-use way::{Coded, Holding, Wanted, Way};
 
-use super::patience::Patience;
-use super::records::StripeInfo;
 use crate::code::{Program, reconstruct};
 use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::NodeId;
+use crate::pipeline::busy_retry::Patience;
+use crate::pipeline::shard_records::StripeInfo;
 use crate::plan::check::{Goal, check};
 use crate::planner::{Subject, direct_read};
 use crate::units::GRAIN_BYTES;
 
 /// Damaged grains that a round reads from elsewhere before it ends, and other sources are chosen.
-const MAX_PATCHES: usize = 16;
+pub(super) const MAX_PATCHES: usize = 16;
 
 /// How far a reading has come, and whom it has been patient with.
-struct Progress {
+pub(super) struct Progress {
     /// Grains that are not delivered yet.
-    left: Range<u64>,
+    pub(super) left: Range<u64>,
     /// Nodes that were passed over because they were slow: once each. Then they are waited for as long as it has to be.
-    passed: BTreeSet<NodeId>,
+    pub(super) passed: BTreeSet<NodeId>,
     /// The node that was busy last: others come first.
-    busy: Option<NodeId>,
-    patience: Patience,
+    pub(super) busy: Option<NodeId>,
+    pub(super) patience: Patience,
 }
 
 /// Where the bytes go that lie in `range` of the shard.
 #[derive(Clone)]
-struct Target {
-    range: Range<u64>,
-    sink: Arc<dyn Sink>,
+pub(super) struct Target {
+    pub(super) range: Range<u64>,
+    pub(super) sink: Arc<dyn Sink>,
 }
 
 /// Where restored bytes go. Blocking; ranges come in any order.
@@ -71,11 +59,11 @@ pub trait Sink: Send + Sync + 'static {
 
 /// Reads one stripe.
 pub struct StripeReader {
-    reading: Arc<Reading>,
+    pub(super) reading: Arc<Reading>,
     root: Arc<ShardRoot>,
-    key: Arc<FingerprintKey>,
-    info: Arc<StripeInfo>,
-    way: Way,
+    pub(super) key: Arc<FingerprintKey>,
+    pub(super) info: Arc<StripeInfo>,
+    pub(super) way: Way,
     /// Sources that failed as a whole.
     out: Mutex<BTreeSet<Holding>>,
 }
@@ -334,7 +322,7 @@ impl StripeReader {
     }
 
     /// Reads the next grain of each block from wherever it is good: a replica, or pieces.
-    async fn patch(
+    pub(super) async fn patch(
         &self,
         blocks: &[u8],
         progress: &mut Progress,
@@ -469,7 +457,7 @@ impl StripeReader {
     }
 
     /// A grain of a source is damaged: others have it, and the node is told, which looks for itself.
-    fn came_damaged(&self, holding: &Holding, grain: u64) {
+    pub(super) fn came_damaged(&self, holding: &Holding, grain: u64) {
         let file = self.bad_file(holding);
         if !self.reading.grain_came_damaged(file, grain) {
             lock(&self.out).insert(*holding);
@@ -478,7 +466,7 @@ impl StripeReader {
     }
 
     /// A source is damaged, and used as far as it is good. Its node is told once, and the report says so.
-    fn came_broken(&self, holding: &Holding, how: &str) {
+    pub(super) fn came_broken(&self, holding: &Holding, how: &str) {
         let is_news = {
             let mut told = lock(&self.reading.told);
             told.len() < MAX_BAD_FILES && told.insert(self.bad_file(holding))

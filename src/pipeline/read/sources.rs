@@ -5,15 +5,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::inspect::{Found, Held};
-use super::reading::DamageOf;
+use super::probe::{Found, Held};
+use super::session::DamageOf;
 use super::{ReadError, Reading};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
-use crate::pipeline::records::StripeInfo;
+use crate::pipeline::shard_records::StripeInfo;
 use crate::units::GRAIN_BYTES;
 
 /// Missing sources that an error names.

@@ -10,9 +10,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 
-use super::account::{Account, Batch, Laps, Spent, us};
 use super::hop_error::{HopError, STALL_LIMIT};
 use super::piece_slot::PieceSlot;
+use super::timing::{Account, Batch, Laps, Spent, us};
 use crate::clock::{Clock, deadline};
 use crate::code::Code;
 use crate::format::geometry::StripeCut;
@@ -206,7 +206,7 @@ struct Done {
 }
 
 /// The end of `work`, which waits for others; too long, and the hop is ended and says whom it waited for.
-pub(super) async fn moved<T>(
+pub(in crate::pipeline) async fn moved<T>(
     clock: &dyn Clock,
     waiting_for: impl FnOnce() -> String,
     work: impl Future<Output = Result<T, HopError>>,

@@ -1,0 +1,17 @@
+//! Reading a stripe back from replicas or coded pieces, every grain verified.
+
+mod error;
+mod grain_stream;
+mod probe;
+mod reader;
+mod session;
+mod source;
+mod sources;
+mod state;
+
+pub use error::ReadError;
+pub use probe::report_damage;
+pub use reader::{Sink, StripeReader};
+pub use session::Reading;
+pub use sources::Lost;
+pub use state::state_on_nodes;

@@ -1,0 +1,5 @@
+//! Saving from the client's side: blocks and records go to their holders.
+
+mod stripe;
+
+pub use stripe::{Failures, SaveError, Source, Upload};

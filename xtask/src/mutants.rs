@@ -92,6 +92,10 @@ fn copy_tree() -> Result<PathBuf> {
     let tree = Path::new(FOLDER).join("tree");
     let listed = Command::new("git").args(["ls-files", "-z"]).output().context("git ls-files")?;
     ensure!(listed.status.success(), "git ls-files failed");
+    // A module that was moved since the last run would be there twice.
+    if tree.join("src").exists() {
+        fs::remove_dir_all(tree.join("src"))?;
+    }
     for name in listed.stdout.split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
         let name = std::str::from_utf8(name).context("a file name that is not UTF-8")?;
         let (from, to) = (Path::new(name), tree.join(name));

@@ -15,7 +15,7 @@ use super::args::Save;
 use super::printer::{Answer, Failure};
 use super::table::{Paint, Tint};
 use super::{Front, Outcome, connect, files, transfer};
-use crate::client::files::FileSource;
+use crate::client::FileSource;
 use crate::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
 use crate::clock::{Clock, SystemClock};
 use crate::format::save_record::SaveRecord;

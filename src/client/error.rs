@@ -249,8 +249,19 @@ impl ClientError {
             ClientError::Unreachable { .. } => {
                 Some("check that the daemons run and that the seeds in rapidraid.toml are theirs")
             }
-            other => super::hint_for(other.kind()),
+            other => hint_for(other.kind()),
         };
         hint.map(str::to_owned)
+    }
+}
+
+/// What the CLI prints under a failure.
+pub(crate) fn hint_for(kind: Kind) -> Option<&'static str> {
+    match kind {
+        Kind::Unavailable | Kind::Timeout => Some("`rapidraid status` shows which nodes are live"),
+        Kind::Busy => Some("try again in a moment"),
+        Kind::Lost => Some("bring back nodes that hold what is missing, then run it again"),
+        Kind::Denied => Some("check that the certificate is of this cluster and of the right role"),
+        _ => None,
     }
 }

@@ -17,7 +17,7 @@ use crate::cli::picture::{self, Holding, Style};
 use crate::cli::printer::Failure;
 use crate::cli::table::{Tint, shown};
 use crate::cli::{Front, connect, files, transfer};
-use crate::client::files::FileSource;
+use crate::client::FileSource;
 use crate::client::{Client, NewShard, Progress, RestoreRequest, SaveOptions, ShowReport};
 use crate::clock::{Clock, SystemClock};
 use crate::entropy::{Entropy, SeededEntropy};

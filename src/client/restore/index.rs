@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Client, ClientError, MemorySink, ProgressFn, ReadRange};
+use crate::client::{Client, ClientError, MemorySink, ProgressFn, ReadRange};
 use crate::format::table::{FOOTER_BYTES, INDEX_SHARD, Part, Table, TableError, table_range};
 use crate::id::{Job, Step};
 use crate::wire::calls::StepView;

@@ -5,8 +5,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::ClientError;
-use super::parts::Part;
+use super::selection::Part;
+use crate::client::ClientError;
 use crate::id::ShardName;
 use crate::pipeline::read::Sink;
 use crate::store::{Disk, DiskError, DiskFile};
@@ -24,7 +24,7 @@ pub struct RestoreRequest {
 }
 
 /// Where the verified bytes of a read go.
-pub(super) enum Output<'a> {
+pub(in crate::client) enum Output<'a> {
     /// Into files.
     Files(&'a RestoreRequest),
     /// Into what the caller brought, one for each part of the request.
@@ -35,7 +35,7 @@ pub(super) enum Output<'a> {
 
 impl<'a> Output<'a> {
     /// The files to write, if it is files.
-    pub(super) fn files(&self) -> Option<&'a RestoreRequest> {
+    pub(in crate::client) fn files(&self) -> Option<&'a RestoreRequest> {
         match self {
             Output::Files(request) => Some(request),
             _ => None,
@@ -44,7 +44,7 @@ impl<'a> Output<'a> {
 }
 
 /// Counts what passes on its way to the caller's own sink.
-pub(super) struct CountedSink {
+pub(in crate::client) struct CountedSink {
     pub to: Arc<dyn Sink>,
     pub done: Arc<dyn Fn(u64) + Send + Sync>,
 }
@@ -58,7 +58,7 @@ impl Sink for CountedSink {
 }
 
 /// Writes the range of a shard that begins at `start` to a file of its own.
-pub(super) struct FileSink {
+pub(in crate::client) struct FileSink {
     pub file: Box<dyn DiskFile>,
     pub start: u64,
     pub done: Arc<dyn Fn(u64) + Send + Sync>,
@@ -73,7 +73,7 @@ impl Sink for FileSink {
 }
 
 /// Counts what was verified, keeps nothing.
-pub(super) struct NoSink {
+pub(in crate::client) struct NoSink {
     pub done: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
@@ -85,7 +85,10 @@ impl Sink for NoSink {
 }
 
 /// Before anything is written: no file is in the way, and no shard's file is another's folder.
-pub(super) fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<(), ClientError> {
+pub(in crate::client) fn check_output(
+    output: &RestoreRequest,
+    parts: &[Part],
+) -> Result<(), ClientError> {
     let files: HashSet<&str> = parts.iter().map(|part| part.path.as_str()).collect();
     // What cannot be opened may be somebody's all the same.
     let exists = |path: &str| !matches!(output.out.open(path), Err(DiskError::NotFound { .. }));
@@ -113,7 +116,7 @@ pub(super) fn check_output(output: &RestoreRequest, parts: &[Part]) -> Result<()
 }
 
 /// Syncs and renames what is whole, all or as much as the file system lets; no temporary file stays.
-pub(super) fn finish_output(
+pub(in crate::client) fn finish_output(
     output: &RestoreRequest,
     parts: &[Part],
     opened: &[usize],

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::output::RestoreRequest;
-use super::{Client, ClientError};
+use crate::client::{Client, ClientError};
 use crate::format::geometry::StripeCut;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::gf::FingerprintKey;
@@ -54,27 +54,27 @@ impl Sink for MemorySink {
 }
 
 /// One shard's part of the request.
-pub(super) struct Part {
-    pub(super) root: Arc<ShardRoot>,
+pub(in crate::client) struct Part {
+    pub(in crate::client) root: Arc<ShardRoot>,
     /// The states of its stripes; `None`: the nodes are asked, there is no catalogue.
-    pub(super) state: Option<ShardState>,
-    pub(super) key: Arc<FingerprintKey>,
-    pub(super) range: Range<u64>,
+    pub(in crate::client) state: Option<ShardState>,
+    pub(in crate::client) key: Arc<FingerprintKey>,
+    pub(in crate::client) range: Range<u64>,
     /// Below the output folder: the temporary name and the final one.
-    pub(super) temporary: String,
-    pub(super) path: String,
+    pub(in crate::client) temporary: String,
+    pub(in crate::client) path: String,
 }
 
 /// Blocks and grains of one stripe that a range touches.
 #[derive(Clone)]
-pub(super) struct Slice {
-    pub(super) stripe: u32,
-    pub(super) blocks: Vec<u8>,
-    pub(super) grains: Range<u64>,
+pub(in crate::client) struct Slice {
+    pub(in crate::client) stripe: u32,
+    pub(in crate::client) blocks: Vec<u8>,
+    pub(in crate::client) grains: Range<u64>,
 }
 
 /// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
-pub(super) fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<Slice> {
+pub(in crate::client) fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<Slice> {
     let from = range.start.max(cut.offset_bytes);
     let to = range.end.min(cut.offset_bytes + cut.len_bytes);
     if from >= to {
@@ -93,7 +93,7 @@ pub(super) fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<
 
 impl Client {
     /// What `output` asks for of `shards`: all of them, if nothing.
-    pub(super) fn parts(
+    pub(in crate::client) fn parts(
         &self,
         job: &Job,
         step: Step,
@@ -135,11 +135,7 @@ impl Client {
         Ok(Part {
             key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
             // Two restores into one folder never meet in one temporary file.
-            temporary: format!(
-                ".rapidraid-{}-{:016x}",
-                root.shard,
-                self.inner.entropy.below(u64::MAX)
-            ),
+            temporary: format!(".rapidraid-{}-{:016x}", root.shard, self.entropy().below(u64::MAX)),
             path: root.name.to_string(),
             root,
             state,
@@ -148,7 +144,7 @@ impl Client {
     }
 
     /// A part for each of `ranges`, in their order.
-    pub(super) fn parts_of_ranges(
+    pub(in crate::client) fn parts_of_ranges(
         &self,
         job: &Job,
         step: Step,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use super::ClientError;
+use crate::client::ClientError;
 use crate::entropy::Entropy;
 use crate::id::{SaveId, ShardName};
 use crate::pipeline::upload::Source;
@@ -19,11 +19,11 @@ pub struct NewShard {
     pub source: Arc<dyn Source>,
 }
 
-/// Steers a save: [`super::Client::save_with`] asks it at each decision. A save that begins anew, because nodes failed under it, asks again.
+/// Steers a save: [`crate::client::Client::save_with`] asks it at each decision. A save that begins anew, because nodes failed under it, asks again.
 #[async_trait]
 pub trait SaveDriver: Send + Sync {
     /// Returns the id under which attempt `attempt` (from 0) begins. Whoever wants to know after a crash what became of the save keeps it
-    /// before this returns, and asks [`super::Client::settle_save`] later. Every attempt needs an id of its own.
+    /// before this returns, and asks [`crate::client::Client::settle_save`] later. Every attempt needs an id of its own.
     fn begin(&self, attempt: u32) -> io::Result<SaveId>;
 
     /// Returns the shards, which may be cut to fit the code that the cluster has chosen.
@@ -61,9 +61,9 @@ pub enum SaveFate {
 }
 
 /// A save of shards that are known beforehand, committed without a question.
-pub(super) struct PlainSave {
-    pub(super) shards: Vec<NewShard>,
-    pub(super) entropy: Arc<dyn Entropy>,
+pub(in crate::client) struct PlainSave {
+    pub(in crate::client) shards: Vec<NewShard>,
+    pub(in crate::client) entropy: Arc<dyn Entropy>,
 }
 
 #[async_trait]

@@ -9,10 +9,10 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::exam::{Examined, FaultAt, Held, Known, StripeExam, Wrong};
-use super::parts::Part;
-use super::restore::{BY_MARKS, MAX_MOVES};
-use super::{Client, ClientError, Progress, ProgressFn};
+use super::judge::{Examined, FaultAt, Held, Known, StripeExam, Wrong};
+use crate::client::restore::read::{BY_MARKS, MAX_MOVES};
+use crate::client::restore::selection::Part;
+use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::digest;
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
@@ -184,8 +184,8 @@ impl Client {
         let parts = self.parts(job, step, found.shards, None)?;
         let reading = Reading::new(
             self.caller().clone(),
-            self.inner.workers.clone(),
-            self.inner.entropy.clone(),
+            self.workers().clone(),
+            self.entropy().clone(),
             self.directory().await?,
             incidents,
         );

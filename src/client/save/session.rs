@@ -11,9 +11,10 @@ use futures_util::stream::{self, TryStreamExt};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
-use super::save_driver::PlainSave;
-use super::{
-    Client, ClientError, LONG_LIMIT, NewShard, Progress, ProgressFn, SaveCode, SaveDriver, SaveFate,
+use super::driver::PlainSave;
+use crate::client::connection::LONG_LIMIT;
+use crate::client::{
+    Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDriver, SaveFate,
 };
 use crate::code::Layout;
 use crate::format::geometry::Geometry;
@@ -132,7 +133,7 @@ impl Client {
         progress: ProgressFn,
     ) -> Result<SaveReport, ClientError> {
         check_names(&shards)?;
-        let entropy = self.inner.entropy.clone();
+        let entropy = self.entropy().clone();
         let driver = Arc::new(PlainSave { shards, entropy });
         self.save_with(job, step, options, driver, progress).await
     }
@@ -260,8 +261,8 @@ impl Client {
     fn keep_lease(&self, begun: &BeginAnswer) -> KeptLease {
         let lease = begun.lease;
         let period = Duration::from_millis(begun.lease_ms / 3);
-        let (client, runtime) = match self.inner.lease_keeper.get() {
-            Some(keeper) => (keeper.client.clone(), keeper.runtime.clone()),
+        let (client, runtime) = match self.lease_keeper() {
+            Some((keeper, runtime)) => (keeper.clone(), runtime.clone()),
             None => (self.clone(), Handle::current()),
         };
         KeptLease(runtime.spawn(async move {
@@ -412,11 +413,11 @@ impl Saving {
         let geometry = Geometry::checked(len_bytes, block_bytes, n, k)?;
         let id = ShardId::new(save, index);
         let mut fingerprint_key = [0; 32];
-        self.client.inner.entropy.fill(&mut fingerprint_key);
+        self.client.entropy().fill(&mut fingerprint_key);
         let ring = ring(&self.begun.nodes, index.into());
         let upload = Upload {
             caller: self.client.caller().clone(),
-            workers: self.client.inner.workers.clone(),
+            workers: self.client.workers().clone(),
             directory: self.directory.clone(),
             source: shard.source.clone(),
             name: shard.name.to_string(),
@@ -433,7 +434,7 @@ impl Saving {
         let hashes: Vec<[u8; 32]> =
             stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
         let source = shard.source.clone();
-        let unchanged = self.client.inner.workers.run(move || source.is_unchanged()).await?;
+        let unchanged = self.client.workers().run(move || source.is_unchanged()).await?;
         let name = shard.name.to_string();
         match unchanged {
             Ok(true) => {}

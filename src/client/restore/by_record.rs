@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::output::Output;
-use super::{Client, ClientError, ProgressFn, RestoreReport, RestoreRequest};
+use crate::client::{Client, ClientError, ProgressFn, RestoreReport, RestoreRequest};
 use crate::format::records::Node;
 use crate::format::save_record::SaveRecord;
 use crate::id::{ClusterId, SaveId};
@@ -125,7 +125,7 @@ impl Client {
     }
 
     /// Whether a node that answers has removed the save, or is to.
-    pub(super) async fn is_buried(&self, directory: &Directory, save: SaveId) -> bool {
+    pub(in crate::client) async fn is_buried(&self, directory: &Directory, save: SaveId) -> bool {
         let live = directory.views().filter(|view| view.live);
         let asks = live.map(|view| async move {
             let (to, call) = (address(&node_address(&view.node)), Buried { saves: vec![save] });

@@ -70,7 +70,7 @@ impl fmt::Display for Wrong {
 
 /// A part that is not as it should be, on a node that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct FaultAt {
+pub(in crate::client) struct FaultAt {
     pub node: NodeId,
     pub held: Held,
     pub wrong: Wrong,
@@ -78,7 +78,7 @@ pub(super) struct FaultAt {
 
 /// The result of the examination of a stripe.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct StripeExam {
+pub(in crate::client) struct StripeExam {
     pub faults: Vec<FaultAt>,
     /// Records that nodes lack, of which as many are there as the commit promised.
     pub lacking: Vec<FaultAt>,
@@ -94,10 +94,11 @@ pub(super) struct StripeExam {
 }
 
 /// Numbers of [`survivable_losses`] that were computed: stripes differ in their nodes, hardly in what these have.
-pub(super) type Known = HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
+pub(in crate::client) type Known =
+    HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
 
 /// The records of a stripe, and the answers of its nodes.
-pub(super) struct Examined<'a> {
+pub(in crate::client) struct Examined<'a> {
     pub root: &'a ShardRoot,
     /// The record, and its hash that the commit fixed; `None` when no node has it, and for a shard without a stripe.
     pub info: Option<(&'a StripeInfo, [u8; 32])>,
@@ -120,7 +121,7 @@ struct Readable<'a> {
 }
 
 impl Examined<'_> {
-    pub(super) fn judge(&self, known: &mut Known) -> StripeExam {
+    pub(in crate::client) fn judge(&self, known: &mut Known) -> StripeExam {
         let answered = self.answers.keys().copied().collect();
         let mut exam = StripeExam { answered, ..StripeExam::default() };
         let readable = self.judge_files(&mut exam);

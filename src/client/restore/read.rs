@@ -10,8 +10,8 @@ use futures_util::stream::{self, TryStreamExt};
 use super::output::{
     CountedSink, FileSink, NoSink, Output, RestoreRequest, check_output, finish_output,
 };
-use super::parts::{Part, ReadRange, Slice, slice};
-use super::{Client, ClientError, Progress, ProgressFn};
+use super::selection::{Part, ReadRange, Slice, slice};
+use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::records::{Leaves, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
 use crate::kind::Kind;
@@ -31,10 +31,10 @@ const MAX_LOOKS: u32 = 3;
 /// How long after a step was found removed it is looked for again: whoever replaces it is at it.
 const REPLACED_WAIT: Duration = Duration::from_millis(500);
 /// How often a stripe's state is followed: it moves forward twice, but seen by marks it may look otherwise from time to time.
-pub(super) const MAX_MOVES: u32 = 8;
+pub(in crate::client) const MAX_MOVES: u32 = 8;
 
 /// The first incident of a restore without a catalogue.
-pub(super) const BY_MARKS: &str =
+pub(in crate::client) const BY_MARKS: &str =
     "no catalogue answers: the checkpoint was found by its commit marks";
 
 /// What was restored.
@@ -119,7 +119,10 @@ impl Client {
     }
 
     /// Does `work` on a step again when the step was replaced meanwhile.
-    pub(super) async fn following<T, F>(&self, work: impl Fn() -> F) -> Result<T, ClientError>
+    pub(in crate::client) async fn following<T, F>(
+        &self,
+        work: impl Fn() -> F,
+    ) -> Result<T, ClientError>
     where
         F: Future<Output = Result<T, ClientError>>,
     {
@@ -170,7 +173,7 @@ impl Client {
     }
 
     /// Reads `parts` from the nodes of `directory`, which is asked for when the output is found to be free.
-    pub(super) async fn read_parts(
+    pub(in crate::client) async fn read_parts(
         &self,
         (job, step): (&Job, Step),
         parts: Vec<Part>,
@@ -184,8 +187,8 @@ impl Client {
         }
         let reading = Reading::new(
             self.caller().clone(),
-            self.inner.workers.clone(),
-            self.inner.entropy.clone(),
+            self.workers().clone(),
+            self.entropy().clone(),
             directory.await?,
             incident.map(str::to_owned).into_iter().collect(),
         );
@@ -320,7 +323,7 @@ impl Client {
     }
 
     /// The state that a stripe has come to since it was `known`; `None` when it is the same.
-    pub(super) async fn next_state(
+    pub(in crate::client) async fn next_state(
         &self,
         reading: &Arc<Reading>,
         part: &Part,
@@ -336,7 +339,7 @@ impl Client {
     }
 
     /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
-    pub(super) async fn leaves(
+    pub(in crate::client) async fn leaves(
         &self,
         reading: &Reading,
         part: &Part,

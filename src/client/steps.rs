@@ -1,0 +1,101 @@
+//! The committed steps of a cluster: list, show, remove.
+
+use super::connection::{Client, LONG_LIMIT};
+use super::error::ClientError;
+use crate::format::records::{ShardRoot, ShardState};
+use crate::id::{Job, SaveId, Step};
+use crate::wire::calls::{
+    Hello, List, NodeView, PolicyStatus, Remove, RemoveAnswer, Show, ShowAnswer, StepView,
+};
+
+/// Everything about one step.
+#[derive(Debug, Clone)]
+pub struct ShowReport {
+    /// The step.
+    pub step: StepView,
+    /// Its shards, and how far archiving has come.
+    pub shards: Vec<(ShardRoot, ShardState)>,
+    /// The nodes; those that answer are live, with a lease or without.
+    pub nodes: Vec<NodeView>,
+    /// The reason why nothing can be changed now. Looked at only when a node has no lease.
+    pub unchanged: Option<String>,
+}
+
+impl Client {
+    /// The committed steps, in order of job and step.
+    pub async fn list(&self, job: Option<&Job>) -> Result<Vec<StepView>, ClientError> {
+        let (mut steps, mut after) = (Vec::new(), None);
+        loop {
+            let page = self.ask(&List { job: job.cloned(), after }).await?;
+            steps.extend(page.steps);
+            match page.next {
+                Some(next) => after = Some(next),
+                None => return Ok(steps),
+            }
+        }
+    }
+
+    pub(super) async fn find(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+    ) -> Result<ShowAnswer, ClientError> {
+        let call = Show { job: job.clone(), step, first_shard: 0 };
+        let mut answer = self.ask(&call).await?;
+        while (answer.shards.len() as u64) < u64::from(answer.step.saved.shards) {
+            let first_shard = answer.shards.len() as u32;
+            let page = self
+                .ask(&Show { job: job.clone(), step: Some(answer.step.step), first_shard })
+                .await?;
+            if page.step.saved != answer.step.saved || page.shards.is_empty() {
+                return Err(ClientError::Removed { job: job.clone(), step: answer.step.step });
+            }
+            answer.shards.extend(page.shards);
+        }
+        Ok(answer)
+    }
+
+    /// Everything about a committed step (`None`: the latest).
+    pub async fn show(&self, job: &Job, step: Option<Step>) -> Result<ShowReport, ClientError> {
+        let found = self.find(job, step).await?;
+        let step = found.step;
+        let shards = found.shards.into_iter().map(|(root, state)| match state {
+            Some(state) => Ok((root, state)),
+            None => Err(ClientError::Removed { job: job.clone(), step: step.step }),
+        });
+        let shards = shards.collect::<Result<_, _>>()?;
+        let nodes = self.known_nodes().await?;
+        // Where all have leases the catalogue does its work, and nobody need be asked.
+        let is_well = !step.by_marks && nodes.iter().all(|view| view.live);
+        let (nodes, unchanged) = match is_well {
+            true => (nodes, None),
+            false => (self.with_answers(nodes).await, self.catalogue_report().await?.unchanged),
+        };
+        Ok(ShowReport { step, shards, nodes, unchanged })
+    }
+
+    /// Removes a committed step: the save that it is now. One that replaces it meanwhile stays, however late the request comes through.
+    pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
+        let save = self.look_up(job, step).await?;
+        // Asked once: a repeat could report as missing what the first has removed.
+        self.ask_once(&Remove { job: job.clone(), step, save }, LONG_LIMIT).await
+    }
+
+    /// Which save a step is.
+    async fn look_up(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
+        let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
+        let page = self.ask(&List { job: Some(job.clone()), after: before }).await?;
+        let found = page.steps.into_iter().find(|view| view.step == step);
+        let found = found.ok_or_else(|| ClientError::NoStep { job: job.clone(), step })?;
+        Ok(found.saved.save)
+    }
+
+    /// Returns how many of the newest steps of a job the cluster's policy keeps; `None`: it retires none of them.
+    pub async fn retention(&self, job: &Job) -> Result<Option<u32>, ClientError> {
+        let hello = self.ask(&Hello { me: None }).await?;
+        let home = hello.catalogue.ok_or(ClientError::NoCatalogue)?;
+        let policy = self.caller().call(&home, &PolicyStatus {}).await?;
+        let own = policy.rules.iter().find(|rule| rule.job.as_ref() == Some(job));
+        Ok(own.or(policy.rules.first()).and_then(|rule| rule.keep_newest))
+    }
+}

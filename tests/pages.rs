@@ -123,8 +123,8 @@ fn every_record_is_on_its_page() {
     types_have_their_rows("docs/format.md", "src/format/geometry.rs", &["StripeCut"]);
     types_have_their_rows("docs/format.md", "src/catalogue/records.rs", &["Archiving"]);
     types_have_their_rows("docs/format.md", "src/wire/answers.rs", &["ArchiveOptions"]);
-    types_have_their_rows("docs/format.md", "src/store/folder.rs", &["NodeIdentity"]);
-    types_have_their_rows("docs/format.md", "src/store/graves.rs", &["Graves"]);
+    types_have_their_rows("docs/format.md", "src/store/data_folder.rs", &["NodeIdentity"]);
+    types_have_their_rows("docs/format.md", "src/store/removed_saves.rs", &["Graves"]);
     let staged =
         ["InstanceRecord", "OwnerRecord", "StepRecord", "JobRecord", "SaveState", "LaunchRecord"];
     types_have_their_rows("docs/format.md", "src/trainer/daemon/records.rs", &staged);

@@ -1,8 +1,8 @@
 //! Writes a replica from a stream of bytes, hashing grain by grain on the way.
 
 use super::StoreError;
-use super::folder::Store;
-use super::root_error;
+use super::data_folder::Store;
+use super::error::root_error;
 use super::temporary::{Plan, Stored, Temporary};
 use crate::format::file::{Content, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use super::StoreError;
+use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::folder::Store;
-use super::names::{file_path, stripe_dir};
-use super::small::if_found;
+use super::paths::if_found;
+use super::paths::{file_path, stripe_dir};
 use super::stored_file::{StoredFile, read_tail, read_tail_past_cache};
 use crate::format::file::{FileHeader, FileKey, FileName};
 use crate::format::grain_set::GrainSet;

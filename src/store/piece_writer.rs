@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::StoreError;
+use super::data_folder::Store;
 use super::disk::{AlignedBuffer, DiskFile};
-use super::folder::Store;
 use super::temporary::{Plan, Stored, Temporary};
 use crate::format::file::{Content, FileKey, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};

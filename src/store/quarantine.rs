@@ -5,9 +5,9 @@
 use std::sync::atomic::Ordering;
 
 use super::StoreError;
+use super::data_folder::Store;
 use super::disk::DiskEntry;
-use super::folder::Store;
-use super::names::{QUARANTINE, file_path};
+use super::paths::{QUARANTINE, file_path};
 use super::reconcile::NAMED;
 use super::stored_file::StoredFile;
 use crate::format::file::FileKey;

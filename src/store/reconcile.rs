@@ -10,11 +10,11 @@ use serde::Serialize;
 
 use super::StoreError;
 use super::damage::is_damage;
+use super::data_folder::Store;
 use super::disk::DiskEntry;
-use super::folder::Store;
 use super::index::{FileInfo, Totals};
-use super::names::{SHARDS, parse_stripe_index, shard_dir, stripe_dir};
-use super::small::is_small_name;
+use super::paths::is_small_name;
+use super::paths::{SHARDS, parse_stripe_index, shard_dir, stripe_dir};
 use super::stored_file::StoredFile;
 use crate::format::file::{FileKey, FileName};
 use crate::id::{ShardId, StripeId};

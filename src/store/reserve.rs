@@ -1,8 +1,8 @@
 //! Space that is set aside and given up when the disk is nearly full (docs/semantics.md, 7, *A full disk*).
 
 use super::disk::{Disk, DiskError};
-use super::names::TMP;
-use super::small::if_found;
+use super::paths::TMP;
+use super::paths::if_found;
 
 /// The file whose blocks are the reserve, in the data folder.
 const RESERVE: &str = "reserve";

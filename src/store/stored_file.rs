@@ -5,7 +5,7 @@ use super::StoreError;
 use super::damage::SourceFile;
 use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
 use super::index::FileInfo;
-use super::names::file_path;
+use super::paths::file_path;
 use crate::format::FormatError;
 use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
 use crate::format::grain_set::GrainSet;

@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use super::StoreError;
 use super::damage::is_damage;
+use super::data_folder::Store;
 use super::disk::DiskFile;
-use super::folder::Store;
 use super::index::FileInfo;
-use super::names::file_path;
+use super::paths::file_path;
 use super::stored_file::StoredFile;
 use crate::format::file::{Content, FileHeader, FileKey, TRAILER_BYTES, tail_to_bytes};
 use crate::format::tree::{GrainTree, HASH_BYTES, Hash};

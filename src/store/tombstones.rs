@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{MutexGuard, PoisonError};
 
 use super::StoreError;
+use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::folder::Store;
-use super::names::shard_dir;
-use super::small::{Scope, if_found};
+use super::paths::{if_found, shard_dir};
+use super::record_file::Scope;
 use crate::format::envelope::record_len;
 use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};

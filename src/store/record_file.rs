@@ -4,9 +4,9 @@
 //! sealed by whoever writes them (`format::envelope`).
 
 use super::StoreError;
+use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::folder::Store;
-use super::names::{shard_dir, stripe_dir};
+use super::paths::{if_found, is_small_name, shard_dir, stripe_dir};
 use crate::format::envelope::MAX_RECORD_BYTES;
 use crate::id::{ShardId, StripeId};
 
@@ -38,14 +38,6 @@ impl Scope {
     }
 }
 
-/// Whether a small record can have this name. None of them is the name of a replica or piece file (those have
-/// a dot), nor of a stripe's folder (8 hexadecimal digits).
-pub(super) fn is_small_name(name: &str) -> bool {
-    (1..=80).contains(&name.len())
-        && name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'-'))
-        && super::names::parse_stripe_index(name).is_none()
-}
-
 /// Reads a whole small file.
 pub(super) fn read_all(file: &dyn DiskFile) -> Result<Vec<u8>, StoreError> {
     read_with(file, |out| file.read_at(out, 0))
@@ -62,15 +54,6 @@ fn read_with(
     let mut out = vec![0; bytes as usize];
     read(&mut out)?;
     Ok(out)
-}
-
-/// Turns "not there" into `None`.
-pub(super) fn if_found<T>(result: Result<T, DiskError>) -> Result<Option<T>, DiskError> {
-    match result {
-        Ok(found) => Ok(Some(found)),
-        Err(DiskError::NotFound { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
 }
 
 impl Store {

@@ -1,7 +1,7 @@
 //! What a node remembers of its cluster: the highest epoch, who claimed it, and the other nodes (docs/semantics.md, 8).
 
 use super::StoreError;
-use super::folder::{EPOCH, Store};
+use super::data_folder::{EPOCH, Store};
 use crate::format::envelope::RecordKind;
 use crate::format::records::{CatchUp, Heard, Home, Members, SeenEpoch, Standing};
 use crate::id::{Epoch, MapId};

@@ -11,13 +11,13 @@ use super::damage::Notes;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
 use super::index::{FileInfo, Index, Totals};
 use super::kv::Kv;
-use super::names::{
+use super::paths::if_found;
+use super::paths::{
     Names, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
 };
 use super::real_disk::RealDisk;
 use super::reconcile::{Found, Reconciled};
 use super::sled_kv::{Opened, SledKv};
-use super::small::if_found;
 use super::stored_file::StoredFile;
 use super::tombstones::Slots;
 use crate::format::FormatError;

@@ -9,9 +9,9 @@ use std::sync::PoisonError;
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::epoch::refuse_older;
-use super::folder::Store;
-use super::names::GRAVES;
+use super::cluster_state::refuse_older;
+use super::data_folder::Store;
+use super::paths::GRAVES;
 use crate::format::envelope::RecordKind;
 use crate::id::{Epoch, SaveId};
 

@@ -198,6 +198,23 @@ impl Names {
     }
 }
 
+/// Whether a small record can have this name. None of them is the name of a replica or piece file (those have
+/// a dot), nor of a stripe's folder (8 hexadecimal digits).
+pub(super) fn is_small_name(name: &str) -> bool {
+    (1..=80).contains(&name.len())
+        && name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'-'))
+        && crate::store::paths::parse_stripe_index(name).is_none()
+}
+
+/// Turns "not there" into `None`.
+pub(super) fn if_found<T>(result: Result<T, DiskError>) -> Result<Option<T>, DiskError> {
+    match result {
+        Ok(found) => Ok(Some(found)),
+        Err(DiskError::NotFound { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -71,7 +71,7 @@ random_id!(
 );
 random_id!(
     /// One catalogue's map: two maps of one epoch differ in it.
-    MapId, 16, "map id"
+    DbId, 16, "map id"
 );
 random_id!(
     /// One shard of one save: the save's 12 bytes and the shard's number, big-endian. A second save of the same step has other shard ids.

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// The kinds of failure. Few on purpose: each tells the caller what can be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Kind {
+pub enum ErrorKind {
     /// The request itself is wrong: changing it is the only help.
     Invalid,
     /// What was asked for does not exist.
@@ -32,45 +32,45 @@ pub enum Kind {
     Internal,
 }
 
-impl Kind {
+impl ErrorKind {
     /// Whether the same request may succeed when it is made again.
     pub fn is_transient(self) -> bool {
-        matches!(self, Kind::Unavailable | Kind::Busy | Kind::Timeout)
+        matches!(self, ErrorKind::Unavailable | ErrorKind::Busy | ErrorKind::Timeout)
     }
 
     /// The code that ends a stream or request on the wire (docs/protocol.md).
     pub fn wire_code(self) -> u32 {
         match self {
-            Kind::Invalid => 1,
-            Kind::NotFound => 2,
-            Kind::Exists => 3,
-            Kind::Denied => 4,
-            Kind::Fenced => 5,
-            Kind::Unavailable => 6,
-            Kind::Busy => 7,
-            Kind::Timeout => 8,
-            Kind::Corrupt => 9,
-            Kind::Lost => 10,
-            Kind::Io => 11,
-            Kind::Internal => 12,
+            ErrorKind::Invalid => 1,
+            ErrorKind::NotFound => 2,
+            ErrorKind::Exists => 3,
+            ErrorKind::Denied => 4,
+            ErrorKind::Fenced => 5,
+            ErrorKind::Unavailable => 6,
+            ErrorKind::Busy => 7,
+            ErrorKind::Timeout => 8,
+            ErrorKind::Corrupt => 9,
+            ErrorKind::Lost => 10,
+            ErrorKind::Io => 11,
+            ErrorKind::Internal => 12,
         }
     }
 
     /// The kind behind a wire code; unknown codes are `Internal`.
     pub fn from_wire_code(code: u32) -> Self {
         match code {
-            1 => Kind::Invalid,
-            2 => Kind::NotFound,
-            3 => Kind::Exists,
-            4 => Kind::Denied,
-            5 => Kind::Fenced,
-            6 => Kind::Unavailable,
-            7 => Kind::Busy,
-            8 => Kind::Timeout,
-            9 => Kind::Corrupt,
-            10 => Kind::Lost,
-            11 => Kind::Io,
-            _ => Kind::Internal,
+            1 => ErrorKind::Invalid,
+            2 => ErrorKind::NotFound,
+            3 => ErrorKind::Exists,
+            4 => ErrorKind::Denied,
+            5 => ErrorKind::Fenced,
+            6 => ErrorKind::Unavailable,
+            7 => ErrorKind::Busy,
+            8 => ErrorKind::Timeout,
+            9 => ErrorKind::Corrupt,
+            10 => ErrorKind::Lost,
+            11 => ErrorKind::Io,
+            _ => ErrorKind::Internal,
         }
     }
 }
@@ -82,8 +82,8 @@ mod tests {
     #[test]
     fn wire_codes_round_trip() {
         for code in 1..=12 {
-            assert_eq!(Kind::from_wire_code(code).wire_code(), code);
+            assert_eq!(ErrorKind::from_wire_code(code).wire_code(), code);
         }
-        assert_eq!(Kind::from_wire_code(99), Kind::Internal);
+        assert_eq!(ErrorKind::from_wire_code(99), ErrorKind::Internal);
     }
 }

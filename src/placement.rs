@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use crate::code::{Layout, table};
 use crate::format::records::{MAX_RING, Node, RingNode};
 use crate::id::NodeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// There are not enough nodes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -30,8 +30,8 @@ pub struct PlacementError {
 
 impl PlacementError {
     /// Nodes may come back.
-    pub fn kind(&self) -> Kind {
-        Kind::Unavailable
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Unavailable
     }
 }
 

@@ -13,18 +13,18 @@ macro_rules! stages {
         /// A stage.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
-        pub enum Stage {
+        pub enum TracePoint {
             $($(#[$meta])* $variant,)*
         }
 
-        impl Stage {
+        impl TracePoint {
             /// All of them, in the order in which an operation meets them.
-            pub const ALL: &'static [Stage] = &[$(Stage::$variant,)*];
+            pub const ALL: &'static [TracePoint] = &[$(TracePoint::$variant,)*];
 
             /// As it stands in the log: one lower-case word.
             pub fn name(self) -> &'static str {
                 match self {
-                    $(Stage::$variant => $name,)*
+                    $(TracePoint::$variant => $name,)*
                 }
             }
         }
@@ -103,7 +103,7 @@ stages! {
 }
 
 /// Says that `stage` of `what` is about to be taken.
-pub fn about_to(stage: Stage, what: impl Display) {
+pub fn trace_point(stage: TracePoint, what: impl Display) {
     tracing::debug!(target: TARGET, %what, "{}", stage.name());
 }
 
@@ -113,10 +113,10 @@ mod tests {
 
     #[test]
     fn names_are_single_words_and_differ() {
-        let mut names: Vec<&str> = Stage::ALL.iter().map(|stage| stage.name()).collect();
+        let mut names: Vec<&str> = TracePoint::ALL.iter().map(|stage| stage.name()).collect();
         assert!(names.iter().all(|name| name.bytes().all(|byte| byte.is_ascii_lowercase())));
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), Stage::ALL.len());
+        assert_eq!(names.len(), TracePoint::ALL.len());
     }
 }

@@ -55,7 +55,7 @@ fn a_record_that_lies_under_a_right_checksum_does_no_harm() {
         for at in 0..bytes.len() - 26 {
             for byte in (0..8).map(|bit| bytes[10 + at] ^ 1 << bit).chain([0, 0x7f, 0xff]) {
                 let bad = records::resealed(&bytes, at, byte);
-                assert_ne!(parse(&bad), Err(rapidraid::kind::Kind::Internal), "{name}: {at}");
+                assert_ne!(parse(&bad), Err(rapidraid::kind::ErrorKind::Internal), "{name}: {at}");
                 records::use_hostile(&bad);
             }
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rapidraid::clock::SystemClock;
 use rapidraid::id::{Epoch, Generation, ShardId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::call::Caller;
 use rapidraid::net::pool::Pool;
 use rapidraid::net::{Peer, Role};
@@ -34,7 +34,7 @@ async fn a_client_does_not_end_an_epoch() {
             generation: Generation { epoch: Epoch(u64::MAX), counter: 1 },
             bytes: Vec::new(),
         };
-        assert_eq!(caller.call(&to, &call).await.unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(caller.call(&to, &call).await.unwrap_err().kind(), ErrorKind::Invalid);
         assert_eq!(world.nodes[&index].store().epoch(), Epoch(1));
     }
     save(&world.client(), 1, &[("shard", &content(1000, 1))]).await;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use rapidraid::client::{Client, ClientError};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::wire::calls::PlanChoice;
 use world::{World, address, content, job, options, read_file, save};
@@ -97,7 +97,7 @@ async fn every_loss_of_six_nodes_is_refused_before_a_byte_is_written() {
             range: None,
         };
         let error = client.restore(&job(), None, request, world::quiet()).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Lost, "{pattern:?}: {error}");
+        assert_eq!(error.kind(), ErrorKind::Lost, "{pattern:?}: {error}");
         let ClientError::Lost { lost, total } = &error else { panic!("{pattern:?}: {error}") };
         assert_eq!((lost.len(), *total), (2, 2));
         for stripe in lost {

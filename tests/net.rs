@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rapidraid::clock::{SystemClock, deadline};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::frame::{FramedRecv, write_frame};
 use rapidraid::net::{ABANDONED, NetError, RecvStream, Role, SendStream};
 
@@ -131,7 +131,7 @@ async fn a_writer_waits_for_its_reader_and_stops_no_other_stream(world: World) {
 }
 
 async fn resets_carry_their_code(world: World) {
-    let fenced = Kind::Fenced.wire_code();
+    let fenced = ErrorKind::Fenced.wire_code();
     let mut send = world.client.open_uni().await.unwrap();
     send.write(pattern(1000)).await.unwrap();
     let mut recv = world.node.accept_uni().await.unwrap();
@@ -139,7 +139,10 @@ async fn resets_carry_their_code(world: World) {
     send.reset(fenced);
     assert_eq!(send.write(pattern(1)).await, Err(NetError::Ended));
     let error = read_all(&mut *recv).await.unwrap_err();
-    assert_eq!((error.clone(), error.kind()), (NetError::Reset { code: fenced }, Kind::Fenced));
+    assert_eq!(
+        (error.clone(), error.kind()),
+        (NetError::Reset { code: fenced }, ErrorKind::Fenced)
+    );
     assert_eq!(recv.read(1).await, Err(error));
 
     let mut dropped = world.client.open_uni().await.unwrap();
@@ -157,14 +160,14 @@ async fn resets_carry_their_code(world: World) {
 }
 
 async fn stops_carry_their_code(world: World) {
-    let busy = Kind::Busy.wire_code();
+    let busy = ErrorKind::Busy.wire_code();
     let mut send = world.client.open_uni().await.unwrap();
     send.write(pattern(1)).await.unwrap();
     let mut recv = world.node.accept_uni().await.unwrap();
     recv.stop(busy);
     assert_eq!(recv.read(1).await, Err(NetError::Ended));
     let error = first_error(&mut *send).await;
-    assert_eq!((error.clone(), error.kind()), (NetError::Stopped { code: busy }, Kind::Busy));
+    assert_eq!((error.clone(), error.kind()), (NetError::Stopped { code: busy }, ErrorKind::Busy));
 
     let mut send = world.client.open_uni().await.unwrap();
     send.write(pattern(1)).await.unwrap();
@@ -253,7 +256,7 @@ async fn frames_and_bulk_share_a_stream(world: World) {
         send.write(bulk.clone()).await.unwrap();
         write_frame(&mut *send, 1 << 20, pattern(100_000)).await.unwrap();
         let error = write_frame(&mut *send, 64, pattern(65)).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
         // What a peer without manners sends: the length of a frame that nobody wants.
         send.write(Bytes::from_static(&[0xff; 4])).await.unwrap();
         send.finish().await.unwrap();
@@ -276,7 +279,7 @@ async fn frames_and_bulk_share_a_stream(world: World) {
 async fn closing_tells_the_other_side_why(world: World) {
     let mut waiting = world.client.open_uni().await.unwrap();
     waiting.write(pattern(1)).await.unwrap();
-    world.node.close(Kind::Fenced.wire_code(), "a newer one is here");
+    world.node.close(ErrorKind::Fenced.wire_code(), "a newer one is here");
     world.node.close(1, "the first close wins");
     world.client.closed().await;
     assert!(world.client.is_closed() && world.node.is_closed());
@@ -286,7 +289,7 @@ async fn closing_tells_the_other_side_why(world: World) {
         world.client.accept_bi().await.err().unwrap(),
     ];
     for error in errors {
-        assert_eq!(error.kind(), Kind::Fenced);
+        assert_eq!(error.kind(), ErrorKind::Fenced);
         assert!(error.to_string().contains("node a"), "{error}");
         assert!(error.to_string().contains("a newer one is here"), "{error}");
     }
@@ -328,7 +331,7 @@ async fn another_node_than_the_expected_is_refused(world: World) {
     let mut wrong = world.address.clone();
     wrong.node = Some("b".parse().unwrap());
     let error = world.client_transport.connect(&wrong).await.err().unwrap();
-    assert_eq!(error.kind(), Kind::Denied);
+    assert_eq!(error.kind(), ErrorKind::Denied);
     assert!(error.to_string().contains("is node a, not b"), "{error}");
     let mut any = world.address.clone();
     any.node = None;

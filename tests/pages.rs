@@ -9,7 +9,7 @@ mod source;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use rapidraid::wire::Who;
+use rapidraid::wire::AllowedCaller;
 use rapidraid::wire::calls::ALL;
 use source::{code_of, tokens};
 
@@ -124,7 +124,7 @@ fn every_record_is_on_its_page() {
     types_have_their_rows("docs/format.md", "src/catalogue/records.rs", &["Archiving"]);
     types_have_their_rows("docs/format.md", "src/wire/answers.rs", &["ArchiveOptions"]);
     types_have_their_rows("docs/format.md", "src/store/data_folder.rs", &["NodeIdentity"]);
-    types_have_their_rows("docs/format.md", "src/store/removed_saves.rs", &["Graves"]);
+    types_have_their_rows("docs/format.md", "src/store/removed_saves.rs", &["RemovedSaves"]);
     let staged =
         ["InstanceRecord", "OwnerRecord", "StepRecord", "JobRecord", "SaveState", "LaunchRecord"];
     types_have_their_rows("docs/format.md", "src/trainer/daemon/records.rs", &staged);
@@ -140,10 +140,10 @@ fn every_message_is_on_its_page() {
     let answers = [
         "HelloAnswer",
         "RebuildAnswer",
-        "InventoryAnswer",
+        "InventoryPage",
         "ShardHolding",
         "StripeHolding",
-        "BeginAnswer",
+        "BeginSaveAnswer",
         "ArchiveOptions",
         "PlanChoice",
         "ArchiveEvent",
@@ -151,11 +151,11 @@ fn every_message_is_on_its_page() {
         "HopView",
         "RemoveAnswer",
         "StepView",
-        "ListAnswer",
+        "ListStepsAnswer",
         "StandingAnswer",
-        "MarkedAnswer",
+        "MarkedSavesPage",
         "MarkedSave",
-        "ShowAnswer",
+        "ShowStepAnswer",
         "NodeView",
         "NodeStatusAnswer",
         "RecordName",
@@ -166,12 +166,12 @@ fn every_message_is_on_its_page() {
         "SourceView",
         "ExamineAnswer",
         "RecordView",
-        "ReadAnswer",
+        "ReadFileAnswer",
         "RegisterAnswer",
-        "MoveAnswer",
-        "MapSum",
-        "SetAnswer",
-        "DropAnswer",
+        "MoveCatalogueAnswer",
+        "DbChecksum",
+        "CompareAndSetAnswer",
+        "DropReplicasAnswer",
     ];
     let orders = [
         "Codec",
@@ -222,7 +222,7 @@ fn every_call_is_on_its_page() {
         let (fields, answer) = call_in_source(&source, *number, name);
         let row = rows.iter().find(|cells| cells.len() == 6 && cells[1] == format!("`{name}`"));
         let row = row.unwrap_or_else(|| panic!("docs/protocol.md has no row for call {name}"));
-        let who = if *who == Who::Anyone { "anyone" } else { "nodes" };
+        let who = if *who == AllowedCaller::Anyone { "anyone" } else { "nodes" };
         assert_eq!((row[0], row[2]), (number.to_string().as_str(), who), "{name}");
         assert_eq!(quoted(row[3]), fields, "request of {name}");
         let expected = if answer == "()" { "-".to_owned() } else { format!("`{answer}`") };

@@ -17,10 +17,10 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::file::FileKey;
 use rapidraid::format::tree::GrainTree;
 use rapidraid::id::{Attempt, ClusterId, PeerName, ShardId, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{
     BlockSpec, Disk, Extent, Kv, MemoryDisk, MemoryKv, PieceSpec, Reconciled, Store, StoreError,
-    Stored, StoredFile,
+    StoreOutcome, StoredFile,
 };
 use rapidraid::units::{GRAIN_BYTES, grains};
 
@@ -73,7 +73,7 @@ fn piece_key() -> FileKey {
     FileKey::piece(STRIPE, 7, ATTEMPT)
 }
 
-fn write_block(store: &Store, data: &[u8]) -> Result<Stored, StoreError> {
+fn write_block(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
     let mut writer = store.write_block(block_spec(data.len()), None)?;
     // Ragged on purpose: neither grains nor powers of two.
     data.chunks(50_021).try_for_each(|chunk| writer.write(chunk))?;
@@ -81,7 +81,7 @@ fn write_block(store: &Store, data: &[u8]) -> Result<Stored, StoreError> {
 }
 
 /// Writes the grains as if three hops sent them, syncing every two grains.
-fn write_piece(store: &Store, data: &[u8]) -> Result<Stored, StoreError> {
+fn write_piece(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
     let mut back = BTreeMap::new();
     let mut readback = |grain: u64, bytes: &[u8]| {
         assert!(back.insert(grain, bytes.to_vec()).is_none(), "grain {grain} twice");
@@ -131,6 +131,6 @@ fn is_absent(store: &Store, key: FileKey) -> bool {
     let indexed = store.find(key.stripe).unwrap().iter().any(|info| info.key() == key);
     match store.open_file(key) {
         Ok(_) => false,
-        Err(error) => error.kind() == Kind::NotFound && !indexed,
+        Err(error) => error.kind() == ErrorKind::NotFound && !indexed,
     }
 }

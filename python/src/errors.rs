@@ -1,29 +1,29 @@
 //! Errors of the library as exceptions of the package: one class for each kind of failure.
 
 use pyo3::prelude::*;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
 
 /// The word by which the package knows a kind.
-fn word(kind: Kind) -> &'static str {
+fn word(kind: ErrorKind) -> &'static str {
     match kind {
-        Kind::Invalid => "invalid",
-        Kind::NotFound => "not_found",
-        Kind::Exists => "exists",
-        Kind::Denied => "denied",
-        Kind::Fenced => "fenced",
-        Kind::Unavailable => "unavailable",
-        Kind::Busy => "busy",
-        Kind::Timeout => "timeout",
-        Kind::Corrupt => "corrupt",
-        Kind::Lost => "lost",
-        Kind::Io => "io",
+        ErrorKind::Invalid => "invalid",
+        ErrorKind::NotFound => "not_found",
+        ErrorKind::Exists => "exists",
+        ErrorKind::Denied => "denied",
+        ErrorKind::Fenced => "fenced",
+        ErrorKind::Unavailable => "unavailable",
+        ErrorKind::Busy => "busy",
+        ErrorKind::Timeout => "timeout",
+        ErrorKind::Corrupt => "corrupt",
+        ErrorKind::Lost => "lost",
+        ErrorKind::Io => "io",
         _ => "internal",
     }
 }
 
 /// The exception of a kind.
-pub fn raise(py: Python<'_>, kind: Kind, message: &str, hint: &str) -> PyErr {
+pub fn raise(py: Python<'_>, kind: ErrorKind, message: &str, hint: &str) -> PyErr {
     let made = py
         .import("rapidraid.errors")
         .and_then(|module| module.call_method1("of_kind", (word(kind), message, hint)));

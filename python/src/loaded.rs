@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rapidraid::format::table::{Form, NameKind, SearchError, Space, search};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::load::Target;
 
@@ -30,7 +30,7 @@ impl LoadedStep {
         &mut self,
         py: Python<'_>,
     ) -> PyResult<&mut rapidraid::trainer::load::LoadedStep> {
-        let released = || raise(py, Kind::Invalid, "this load has ended", "load once more");
+        let released = || raise(py, ErrorKind::Invalid, "this load has ended", "load once more");
         self.step.as_mut().ok_or_else(released)
     }
 
@@ -39,13 +39,13 @@ impl LoadedStep {
     }
 
     fn open(&self, py: Python<'_>) -> PyResult<&rapidraid::trainer::load::LoadedStep> {
-        let released = || raise(py, Kind::Invalid, "this load has ended", "load once more");
+        let released = || raise(py, ErrorKind::Invalid, "this load has ended", "load once more");
         self.step.as_ref().ok_or_else(released)
     }
 }
 
 fn no_bytes(py: Python<'_>) -> PyErr {
-    raise(py, Kind::NotFound, "the name has no bytes", "")
+    raise(py, ErrorKind::NotFound, "the name has no bytes", "")
 }
 
 /// The extents of targets and of names.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use rapidraid::config::{ClientConfig, MAX_FILE_BYTES, Sources};
 use rapidraid::id::{FillId, IdError, Job, LaunchId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::protocol::{Answer, Load, Place, Prepare, Request, Resumed, Sample};
 use rapidraid::trainer::segment::{HEADER_BYTES, Header, stage};
@@ -29,12 +29,12 @@ pub fn staging_place(py: Python<'_>, file: &Path) -> PyResult<StagingPlace> {
     };
     let read = std::fs::read(file);
     let bytes =
-        read.map_err(|error| failed(Kind::NotFound, format!("{}: {error}", file.display())))?;
+        read.map_err(|error| failed(ErrorKind::NotFound, format!("{}: {error}", file.display())))?;
     if bytes.len() > MAX_FILE_BYTES {
-        return Err(failed(Kind::Invalid, format!("{} is too long", file.display())));
+        return Err(failed(ErrorKind::Invalid, format!("{} is too long", file.display())));
     }
     let text = String::from_utf8(bytes)
-        .map_err(|_| failed(Kind::Invalid, format!("{} is not UTF-8", file.display())))?;
+        .map_err(|_| failed(ErrorKind::Invalid, format!("{} is not UTF-8", file.display())))?;
     let env = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .collect();
@@ -80,7 +80,7 @@ pub(crate) fn waiting<T: Send>(
 }
 
 fn named<T: std::str::FromStr<Err = IdError>>(py: Python<'_>, text: &str) -> PyResult<T> {
-    text.parse().map_err(|error: IdError| raise(py, Kind::Invalid, &error.to_string(), ""))
+    text.parse().map_err(|error: IdError| raise(py, ErrorKind::Invalid, &error.to_string(), ""))
 }
 
 /// What went wrong: step, kind or nothing, message, hint.
@@ -161,7 +161,7 @@ impl Session {
     fn segment(&self, py: Python<'_>, at: usize) -> PyResult<SegmentBuffer> {
         let segment = self.segments.get(at).cloned();
         let segment =
-            segment.ok_or_else(|| raise(py, Kind::Invalid, "there is no such segment", ""))?;
+            segment.ok_or_else(|| raise(py, ErrorKind::Invalid, "there is no such segment", ""))?;
         Ok(SegmentBuffer::new(segment))
     }
 
@@ -196,7 +196,7 @@ impl Session {
         samples: Vec<(String, [u8; 16])>,
         timeout: f64,
     ) -> PyResult<usize> {
-        let invalid = |what: &str| raise(py, Kind::Invalid, what, "");
+        let invalid = |what: &str| raise(py, ErrorKind::Invalid, what, "");
         let (bytes, end) = table.encode().map_err(|error| table_error(py, &error))?;
         let segment = self.segments.get(at).ok_or_else(|| invalid("there is no such segment"))?;
         let place = self.place.as_ref().ok_or_else(|| invalid("call prepare first"))?;
@@ -214,7 +214,7 @@ impl Session {
         stage(&segment.map, header, &bytes).map_err(|error| {
             raise(
                 py,
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 &format!("the table of step {step} does not fit into its segment: {error}"),
                 "call prepare again: the state has grown",
             )
@@ -258,7 +258,7 @@ impl Session {
         })?;
         match answer {
             Ok(Answer::Committed { save, notes }) => Ok((Some(save.to_string()), notes)),
-            Ok(_) => Err(raise(py, Kind::Internal, "the daemon gave another answer", "")),
+            Ok(_) => Err(raise(py, ErrorKind::Internal, "the daemon gave another answer", "")),
             Err(state) => Ok((None, vec![state])),
         }
     }
@@ -269,7 +269,7 @@ impl Session {
         let (answer, _) =
             waiting(py, timeout, |wait| session.ask("notices", &Request::Notices, wait))?;
         let Answer::Notices(notices) = answer else {
-            return Err(raise(py, Kind::Internal, "the daemon gave another answer", ""));
+            return Err(raise(py, ErrorKind::Internal, "the daemon gave another answer", ""));
         };
         let notice = |notice: rapidraid::trainer::protocol::Notice| {
             let failure = notice.failure.map(|f| (f.code, f.message, f.hint));
@@ -357,7 +357,7 @@ impl Session {
         let session = &mut self.session;
         let (answer, _) = waiting(py, timeout, |wait| session.ask("the steps", &request, wait))?;
         let Answer::Steps(steps) = answer else {
-            return Err(raise(py, Kind::Internal, "the daemon gave another answer", ""));
+            return Err(raise(py, ErrorKind::Internal, "the daemon gave another answer", ""));
         };
         let step = |step: rapidraid::trainer::protocol::StepInfo| {
             (step.step.0, step.is_committed, step.is_in_memory, step.len_bytes)

@@ -156,7 +156,7 @@ impl SaveEvidence {
     }
 
     /// A node says that it has removed the save: the last of what was found goes too.
-    pub fn bury(&mut self) {
+    pub fn record_removal(&mut self) {
         self.is_buried = true;
     }
 
@@ -355,7 +355,7 @@ mod tests {
             evidence.add(CLUSTER, NodeId(node), held);
         }
         if is_buried {
-            evidence.bury();
+            evidence.record_removal();
         }
         evidence.judge(SAVE, GENERATION)
     }

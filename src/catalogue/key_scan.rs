@@ -6,14 +6,14 @@ use crate::catalogue::{Catalogue, CatalogueError, Entry, MAX_PAGE};
 
 /// Goes in the order of the keys, and has one page in memory. What is set or removed behind the page is seen as it is when the walk
 /// comes there.
-pub struct Walk<'a> {
+pub struct KeyScan<'a> {
     catalogue: &'a dyn Catalogue,
     prefix: String,
     after: Option<String>,
     page: vec::IntoIter<(String, Entry)>,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> KeyScan<'a> {
     /// Over all keys of `prefix`.
     pub fn over(catalogue: &'a dyn Catalogue, prefix: impl Into<String>) -> Self {
         Self { catalogue, prefix: prefix.into(), after: None, page: Vec::new().into_iter() }
@@ -60,16 +60,16 @@ mod tests {
         let keys: Vec<String> =
             (0..2 * MAX_PAGE + 1).map(|number| format!("k/{number:08}")).collect();
         for key in keys.iter().map(String::as_str).chain(["j/1", "l/1"]) {
-            catalogue.set(key, None, Some(vec![1])).await.unwrap();
+            catalogue.compare_and_set(key, None, Some(vec![1])).await.unwrap();
         }
-        let mut walk = Walk::over(&catalogue, "k/");
+        let mut walk = KeyScan::over(&catalogue, "k/");
         let mut found = Vec::new();
         while let Some((key, _)) = walk.next().await.unwrap() {
             found.push(key);
         }
         assert_eq!(found, keys);
-        let mut rest = Walk::over(&catalogue, "k/").after(keys[499].clone());
+        let mut rest = KeyScan::over(&catalogue, "k/").after(keys[499].clone());
         assert_eq!(rest.next().await.unwrap().unwrap().0, keys[500]);
-        assert_eq!(Walk::over(&catalogue, "m/").next().await.unwrap(), None);
+        assert_eq!(KeyScan::over(&catalogue, "m/").next().await.unwrap(), None);
     }
 }

@@ -9,17 +9,17 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::map::{MapWriter, tenure};
+use super::map::{DbWriter, current_epoch};
 use super::records::{NODES, NOTHING_FORGOTTEN, parse};
-use super::table::{Table, moving};
+use super::table::{Database, being_transferred};
 use super::{Catalogue, CatalogueError, Entry, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Node, Record};
-use crate::id::{Epoch, LeaseId, MapId, NodeId};
-use crate::kind::Kind;
+use crate::id::{DbId, Epoch, LeaseId, NodeId};
+use crate::kind::ErrorKind;
 use crate::store::kv::Kv;
-use crate::wire::calls::{MapSum, NodeView, RegisterAnswer};
+use crate::wire::calls::{DbChecksum, NodeView, RegisterAnswer};
 use crate::workers::Workers;
 
 /// The most leases at once: saves and archivings under way.
@@ -29,22 +29,22 @@ const MAX_NODES: usize = 4096;
 /// Entries and pages that are read at once.
 const READS_AT_ONCE: usize = 4;
 /// How long nothing changes for whoever copies the map, after it has asked for it.
-const STILL: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_secs(10);
 /// How long a change waits meanwhile.
-const PATIENCE: Duration = Duration::from_secs(3);
+const PAUSE_LIMIT: Duration = Duration::from_secs(3);
 /// Between two looks whether it may be made.
-const STILL_LOOK: Duration = Duration::from_millis(20);
+const PAUSE_CHECK: Duration = Duration::from_millis(20);
 
 /// The engine.
 pub struct LocalCatalogue {
-    table: Arc<Table>,
+    table: Arc<Database>,
     /// One slot: changes wait for each other and their syncs, reads for neither.
     changes: Workers,
     reads: Workers,
     clock: Arc<dyn Clock>,
     entropy: Arc<dyn Entropy>,
     epoch: Epoch,
-    map: MapId,
+    map: DbId,
     lease: Duration,
     started: Duration,
     leases: Mutex<HashMap<LeaseId, Duration>>,
@@ -63,11 +63,11 @@ impl LocalCatalogue {
         lease: Duration,
         seen: Epoch,
     ) -> Result<Self, CatalogueError> {
-        let (epoch, map) = match tenure(&*kv)? {
+        let (epoch, map) = match current_epoch(&*kv)? {
             Some((epoch, map)) if epoch >= seen => (epoch, map),
             None if seen == Epoch::default() => {
-                let map = MapId(entropy.id());
-                let mut first = MapWriter::copy(kv.clone(), 0);
+                let map = DbId(entropy.id());
+                let mut first = DbWriter::copy(kv.clone(), 0);
                 first.put(NOTHING_FORGOTTEN, &[])?;
                 first.finish(Epoch(1), map)?;
                 (Epoch(1), map)
@@ -79,7 +79,7 @@ impl LocalCatalogue {
         };
         let started = clock.now();
         Ok(Self {
-            table: Arc::new(Table::open(kv)?),
+            table: Arc::new(Database::open(kv)?),
             changes: workers.beside(1),
             reads: workers.beside(READS_AT_ONCE),
             clock,
@@ -95,7 +95,7 @@ impl LocalCatalogue {
     }
 
     /// Which map it is.
-    pub fn map(&self) -> MapId {
+    pub fn db_id(&self) -> DbId {
         self.map
     }
 
@@ -118,24 +118,24 @@ impl LocalCatalogue {
     ///
     /// # Errors
     /// Of kind `Unavailable` when it changes nothing anyway: it may be an old one that does not know yet.
-    pub async fn hold_still(&self) -> Result<MapSum, CatalogueError> {
+    pub async fn pause_writes(&self) -> Result<DbChecksum, CatalogueError> {
         self.table.refuse_if_read_only()?;
-        *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = self.clock.now() + STILL;
-        self.on_table(&self.changes, |table| Ok(table.sum())).await
+        *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = self.clock.now() + PAUSE;
+        self.on_database(&self.changes, |table| Ok(table.sum())).await
     }
 
     /// A copy is made soon, or never: few have to be told that they should try again.
-    async fn wait_while_still(&self) -> Result<(), CatalogueError> {
-        let until = self.clock.now() + PATIENCE;
+    async fn wait_while_paused(&self) -> Result<(), CatalogueError> {
+        let until = self.clock.now() + PAUSE_LIMIT;
         loop {
             let now = self.clock.now();
             if now >= *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) {
                 return Ok(());
             }
             if now >= until {
-                return Err(moving());
+                return Err(being_transferred());
             }
-            self.clock.sleep(STILL_LOOK).await;
+            self.clock.sleep(PAUSE_CHECK).await;
         }
     }
 
@@ -143,22 +143,22 @@ impl LocalCatalogue {
     ///
     /// # Errors
     /// Of kind `Exists` when the copy is another one than this map: then nothing has changed here.
-    pub async fn hand_over(&self, copied: MapSum) -> Result<(), CatalogueError> {
-        self.on_table(&self.changes, move |table| table.hand_over(copied)).await
+    pub async fn transfer(&self, copied: DbChecksum) -> Result<(), CatalogueError> {
+        self.on_database(&self.changes, move |table| table.begin_transfer(copied)).await
     }
 
     /// Ends the wait of those who want a change: the catalogue is elsewhere, or (`is_here`) goes on here.
-    pub fn handed_over(&self, is_here: bool) {
+    pub fn transferred(&self, is_here: bool) {
         if is_here {
-            self.table.take_back();
+            self.table.cancel_transfer();
         }
         *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = Duration::ZERO;
     }
 
-    async fn on_table<T: Send + 'static>(
+    async fn on_database<T: Send + 'static>(
         &self,
         workers: &Workers,
-        work: impl FnOnce(&Table) -> Result<T, CatalogueError> + Send + 'static,
+        work: impl FnOnce(&Database) -> Result<T, CatalogueError> + Send + 'static,
     ) -> Result<T, CatalogueError> {
         let table = self.table.clone();
         let done = workers.run(move || work(&table)).await;
@@ -180,18 +180,19 @@ impl Catalogue for LocalCatalogue {
 
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
         let key = key.to_owned();
-        self.on_table(&self.reads, move |table| table.get(&key)).await
+        self.on_database(&self.reads, move |table| table.get(&key)).await
     }
 
-    async fn set(
+    async fn compare_and_set(
         &self,
         key: &str,
         expected: Option<u64>,
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
-        self.wait_while_still().await?;
+        self.wait_while_paused().await?;
         let key = key.to_owned();
-        self.on_table(&self.changes, move |table| table.set(&key, expected, value)).await
+        self.on_database(&self.changes, move |table| table.compare_and_set(&key, expected, value))
+            .await
     }
 
     async fn list(
@@ -201,7 +202,8 @@ impl Catalogue for LocalCatalogue {
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError> {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
-        self.on_table(&self.reads, move |table| table.list(&prefix, after.as_deref(), limit)).await
+        self.on_database(&self.reads, move |table| table.list(&prefix, after.as_deref(), limit))
+            .await
     }
 
     async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
@@ -214,7 +216,7 @@ impl Catalogue for LocalCatalogue {
         }
         if leases.len() >= MAX_LEASES {
             let message = format!("{MAX_LEASES} saves and archivings are under way: try later");
-            return Err(CatalogueError::Refused { kind: Kind::Busy, message });
+            return Err(CatalogueError::Refused { kind: ErrorKind::Busy, message });
         }
         let lease = LeaseId(self.entropy.id());
         leases.insert(lease, now + self.lease);
@@ -254,7 +256,7 @@ impl Catalogue for LocalCatalogue {
                     "node {} is registered as a storage node: stop it, `rapidraid cluster remove-node`, and start it again",
                     node.name
                 );
-                return Err(CatalogueError::Refused { kind: Kind::Exists, message });
+                return Err(CatalogueError::Refused { kind: ErrorKind::Exists, message });
             }
             if known.is_none() {
                 let others = self.nodes().await?;
@@ -263,13 +265,13 @@ impl Catalogue for LocalCatalogue {
                 {
                     let message =
                         format!("node {} cannot be added: rename it, or remove others", node.name);
-                    return Err(CatalogueError::Refused { kind: Kind::Exists, message });
+                    return Err(CatalogueError::Refused { kind: ErrorKind::Exists, message });
                 }
             }
             let value =
                 node.to_bytes().map_err(|error| CatalogueError::Store(error.to_string()))?;
             let expected = current.map(|entry| entry.revision);
-            if let SetOutcome::Set(_) = self.set(&key, expected, Some(value)).await? {
+            if let SetOutcome::Set(_) = self.compare_and_set(&key, expected, Some(value)).await? {
                 break;
             }
         }
@@ -332,20 +334,26 @@ mod tests {
         let kv = Arc::new(MemoryKv::new());
         let catalogue = open(&kv).unwrap();
         let set = async |key: &str, expected, value: &[u8]| {
-            catalogue.set(key, expected, Some(value.to_vec())).await.unwrap()
+            catalogue.compare_and_set(key, expected, Some(value.to_vec())).await.unwrap()
         };
         assert_eq!(set("a", None, b"1").await, SetOutcome::Set(2));
         let now = Some(Entry { value: b"1".to_vec(), revision: 2 });
-        assert_eq!(set("a", None, b"2").await, SetOutcome::Other(now.clone()));
-        assert_eq!(set("a", Some(7), b"2").await, SetOutcome::Other(now));
+        assert_eq!(set("a", None, b"2").await, SetOutcome::Conflict(now.clone()));
+        assert_eq!(set("a", Some(7), b"2").await, SetOutcome::Conflict(now));
         assert_eq!(set("a", Some(2), b"2").await, SetOutcome::Set(3));
-        assert_eq!(set("b", Some(1), b"2").await, SetOutcome::Other(None));
-        assert_eq!(catalogue.set("a", Some(3), None).await.unwrap(), SetOutcome::Set(4));
+        assert_eq!(set("b", Some(1), b"2").await, SetOutcome::Conflict(None));
+        assert_eq!(
+            catalogue.compare_and_set("a", Some(3), None).await.unwrap(),
+            SetOutcome::Set(4)
+        );
         assert_eq!(catalogue.get("a").await.unwrap(), None);
         // Revisions go on after a restart: no old one ever fits a new value.
         drop(catalogue);
         let again = open(&kv).unwrap();
-        assert_eq!(again.set("a", None, Some(vec![9])).await.unwrap(), SetOutcome::Set(5));
+        assert_eq!(
+            again.compare_and_set("a", None, Some(vec![9])).await.unwrap(),
+            SetOutcome::Set(5)
+        );
     }
 
     #[tokio::test]
@@ -353,7 +361,7 @@ mod tests {
         let kv = Arc::new(MemoryKv::new());
         let catalogue = open(&kv).unwrap();
         for key in ["a", "b", "c"] {
-            catalogue.set(key, None, Some(key.into())).await.unwrap();
+            catalogue.compare_and_set(key, None, Some(key.into())).await.unwrap();
         }
         open(&kv).unwrap();
         let b = kv.get(b"k/b").unwrap().unwrap();
@@ -378,16 +386,16 @@ mod tests {
                 .unwrap()
         };
         let catalogue = open(open_kv());
-        catalogue.set("a", None, Some(vec![1])).await.unwrap();
+        catalogue.compare_and_set("a", None, Some(vec![1])).await.unwrap();
         drop(catalogue);
         let mut kv = open_kv();
         kv.fail_syncs();
         let catalogue = open(kv);
         for key in ["b", "c"] {
-            let refused = catalogue.set(key, None, Some(vec![2])).await.unwrap_err();
-            assert_eq!(refused.kind(), Kind::Io, "{refused}");
+            let refused = catalogue.compare_and_set(key, None, Some(vec![2])).await.unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Io, "{refused}");
         }
-        assert_eq!(catalogue.get("a").await.unwrap_err().kind(), Kind::Io);
+        assert_eq!(catalogue.get("a").await.unwrap_err().kind(), ErrorKind::Io);
         drop(catalogue);
         // Whether `b` is there nobody knows; `a` is, and the sum is right.
         assert!(open(open_kv()).get("a").await.unwrap().is_some());
@@ -402,7 +410,7 @@ mod tests {
         let kv = Arc::new(MemoryKv::new());
         for _ in 0..2 {
             let found = open(&kv, 1).err().map(|error| error.kind());
-            assert_eq!(found, Some(Kind::Lost));
+            assert_eq!(found, Some(ErrorKind::Lost));
         }
         open(&kv, 0).unwrap();
         open(&kv, 1).unwrap();

@@ -1,14 +1,14 @@
 //! How the catalogue's entries lie in a key-value store, and how a whole map is written anew.
 //!
 //! `k/KEY` has a revision and a value; `m/revision`, `m/sum` and `m/epoch` belong to the map. A map without an epoch is none: it is what
-//! an interrupted rebuild or move leaves, and [`MapWriter::finish`] writes the epoch last.
+//! an interrupted rebuild or move leaves, and [`DbWriter::finish`] writes the epoch last.
 
 use std::sync::Arc;
 
 use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES};
-use crate::id::{Epoch, MapId};
+use crate::id::{DbId, Epoch};
 use crate::store::kv::{Batch, Kv};
-use crate::wire::calls::MapSum;
+use crate::wire::calls::DbChecksum;
 
 pub(super) const REVISION: &[u8] = b"m/revision";
 pub(super) const SUM: &[u8] = b"m/sum";
@@ -63,23 +63,23 @@ pub(super) fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
 }
 
 /// Epoch and id of a map that was begun.
-pub(super) fn tenure(kv: &dyn Kv) -> Result<Option<(Epoch, MapId)>, CatalogueError> {
+pub(super) fn current_epoch(kv: &dyn Kv) -> Result<Option<(Epoch, DbId)>, CatalogueError> {
     let bytes = kv.get(EPOCH)?;
     let parse = |bytes: &[u8]| {
         let (epoch, map) = bytes.split_first_chunk::<8>()?;
-        Some((Epoch(u64::from_be_bytes(*epoch)), MapId(map.try_into().ok()?)))
+        Some((Epoch(u64::from_be_bytes(*epoch)), DbId(map.try_into().ok()?)))
     };
     Ok(bytes.as_deref().and_then(parse))
 }
 
 /// Makes a map a catalogue.
-pub(super) fn begin(kv: &dyn Kv, epoch: Epoch, map: MapId) -> Result<(), CatalogueError> {
+pub(super) fn begin(kv: &dyn Kv, epoch: Epoch, map: DbId) -> Result<(), CatalogueError> {
     let value = [&epoch.0.to_be_bytes()[..], &map.0].concat();
     Ok(kv.apply(Batch::new().put(EPOCH, value))?)
 }
 
 /// Fills an empty map, entry by entry.
-pub struct MapWriter {
+pub struct DbWriter {
     kv: Arc<dyn Kv>,
     revision: u64,
     sum: u128,
@@ -87,7 +87,7 @@ pub struct MapWriter {
     waiting: usize,
 }
 
-impl MapWriter {
+impl DbWriter {
     /// Writes the map of `epoch` into `kv`, which must be empty.
     pub fn new(kv: Arc<dyn Kv>, epoch: Epoch) -> Self {
         let revision = epoch.0.wrapping_mul(REVISIONS_PER_EPOCH);
@@ -123,10 +123,10 @@ impl MapWriter {
     }
 
     /// Makes all entries durable; what they come to when they are read again.
-    pub fn sum(&mut self) -> Result<MapSum, CatalogueError> {
+    pub fn sum(&mut self) -> Result<DbChecksum, CatalogueError> {
         self.apply()?;
         check_sum(&*self.kv)?;
-        Ok(MapSum { revision: self.revision, sum: self.sum.to_be_bytes() })
+        Ok(DbChecksum { revision: self.revision, sum: self.sum.to_be_bytes() })
     }
 
     fn apply(&mut self) -> Result<(), CatalogueError> {
@@ -136,7 +136,7 @@ impl MapWriter {
     }
 
     /// Makes it the catalogue `map` of `epoch`: all entries are durable before this is.
-    pub fn finish(mut self, epoch: Epoch, map: MapId) -> Result<Arc<dyn Kv>, CatalogueError> {
+    pub fn finish(mut self, epoch: Epoch, map: DbId) -> Result<Arc<dyn Kv>, CatalogueError> {
         self.apply()?;
         begin(&*self.kv, epoch, map)?;
         Ok(self.kv)
@@ -150,7 +150,7 @@ mod tests {
     use crate::catalogue::{Catalogue, SetOutcome};
     use crate::clock::{Clock, SystemClock};
     use crate::entropy::SeededEntropy;
-    use crate::kind::Kind;
+    use crate::kind::ErrorKind;
     use crate::store::MemoryKv;
     use crate::store::kv::{KvError, Pair};
     use crate::workers::Workers;
@@ -188,13 +188,13 @@ mod tests {
         for batches in 0..4 {
             let map = MemoryKv::new();
             let kv: Arc<dyn Kv> = Arc::new(Failing { map, left: batches.into() });
-            let mut writer = MapWriter::new(kv.clone(), Epoch(4));
+            let mut writer = DbWriter::new(kv.clone(), Epoch(4));
             let mut put = |number| writer.put(&format!("c/{number:04}"), &[7]);
             let written = (0..BATCH_ENTRIES + 10).try_for_each(&mut put);
-            let finished = written.and_then(|()| writer.finish(Epoch(4), MapId([3; 16])).map(drop));
+            let finished = written.and_then(|()| writer.finish(Epoch(4), DbId([3; 16])).map(drop));
             // Two batches of entries, then the epoch.
             assert_eq!(finished.is_ok(), batches == 3, "{batches}");
-            assert_eq!(tenure(&*kv).unwrap().is_some(), batches == 3, "{batches}");
+            assert_eq!(current_epoch(&*kv).unwrap().is_some(), batches == 3, "{batches}");
         }
     }
 
@@ -207,17 +207,17 @@ mod tests {
             LocalCatalogue::open(kv.clone(), SystemClock::new(), entropy, &workers, lease, Epoch(4))
         };
         let kv: Arc<dyn Kv> = Arc::new(MemoryKv::new());
-        let mut map = MapWriter::new(kv.clone(), Epoch(4));
+        let mut map = DbWriter::new(kv.clone(), Epoch(4));
         for number in 0..BATCH_ENTRIES + 10 {
             map.put(&format!("c/{number:04}"), &[7]).unwrap();
         }
         assert!(matches!(open(&kv), Err(CatalogueError::Gone { .. })));
-        let catalogue = open(&map.finish(Epoch(4), MapId([3; 16])).unwrap()).unwrap();
-        assert_eq!((catalogue.epoch(), catalogue.map()), (Epoch(4), MapId([3; 16])));
+        let catalogue = open(&map.finish(Epoch(4), DbId([3; 16])).unwrap()).unwrap();
+        assert_eq!((catalogue.epoch(), catalogue.db_id()), (Epoch(4), DbId([3; 16])));
         let last = catalogue.get(&format!("c/{:04}", BATCH_ENTRIES + 9)).await.unwrap().unwrap();
         let revision = 4 * REVISIONS_PER_EPOCH + BATCH_ENTRIES as u64 + 10;
         assert_eq!((last.value, last.revision), (vec![7], revision));
-        let mut other = MapWriter::new(kv, Epoch(4));
+        let mut other = DbWriter::new(kv, Epoch(4));
         other.put(&"x".repeat(MAX_KEY_BYTES + 1), &[]).unwrap_err();
     }
 
@@ -231,7 +231,7 @@ mod tests {
         };
         let old = open(Arc::new(MemoryKv::new()));
         let set = async |key: &str, expected, value: Option<&[u8]>| {
-            old.set(key, expected, value.map(<[u8]>::to_vec)).await
+            old.compare_and_set(key, expected, value.map(<[u8]>::to_vec)).await
         };
         for (key, gone) in [("a", false), ("b", true), ("c", false)] {
             let made = set(key, None, Some(key.as_bytes())).await.unwrap();
@@ -240,11 +240,11 @@ mod tests {
                 set(key, Some(revision), None).await.unwrap();
             }
         }
-        let held = old.hold_still().await.unwrap();
-        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Busy);
+        let held = old.pause_writes().await.unwrap();
+        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), ErrorKind::Busy);
         let copy = async |without: &str| {
             let kv: Arc<dyn Kv> = Arc::new(MemoryKv::new());
-            let mut map = MapWriter::copy(kv, held.revision);
+            let mut map = DbWriter::copy(kv, held.revision);
             for (key, entry) in old.list("", None, 10).await.unwrap() {
                 if key != without {
                     map.put_at(&key, &entry.value, entry.revision).unwrap();
@@ -253,18 +253,19 @@ mod tests {
             (map.sum().unwrap(), map)
         };
         let (sum, _) = copy("c").await;
-        assert_eq!(old.hand_over(sum).await.unwrap_err().kind(), Kind::Exists);
+        assert_eq!(old.transfer(sum).await.unwrap_err().kind(), ErrorKind::Exists);
         let (sum, map) = copy("").await;
         assert_eq!(sum, held);
-        old.hand_over(sum).await.unwrap();
+        old.transfer(sum).await.unwrap();
         // Not because it still holds still for the copy.
         SystemClock::new().sleep(std::time::Duration::from_secs(11)).await;
-        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), Kind::Busy);
+        assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), ErrorKind::Busy);
         // Revisions go on: what was read before the move fits after it, and no number comes twice.
-        let new = open(map.finish(Epoch(2), MapId([3; 16])).unwrap());
+        let new = open(map.finish(Epoch(2), DbId([3; 16])).unwrap());
         assert_eq!(new.get("c").await.unwrap(), old.get("c").await.unwrap());
         let c = new.get("c").await.unwrap().unwrap();
-        let changed = new.set("c", Some(c.revision), Some(b"C".to_vec())).await.unwrap();
+        let changed =
+            new.compare_and_set("c", Some(c.revision), Some(b"C".to_vec())).await.unwrap();
         assert_eq!(changed, SetOutcome::Set(held.revision + 1));
     }
 }

@@ -18,7 +18,7 @@ use async_trait::async_trait;
 
 use crate::format::records::Node;
 use crate::id::{Epoch, LeaseId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::store::KvError;
 use crate::wire::calls::{NodeView, RegisterAnswer};
 
@@ -44,7 +44,7 @@ pub enum SetOutcome {
     /// Done and durable; the key's new revision.
     Set(u64),
     /// The key is not as expected; nothing was changed. What it is now.
-    Other(Option<Entry>),
+    Conflict(Option<Entry>),
 }
 
 /// The catalogue cannot answer.
@@ -65,7 +65,7 @@ pub enum CatalogueError {
     #[error("{message}")]
     Refused {
         /// What kind of refusal.
-        kind: Kind,
+        kind: ErrorKind,
         /// What it said.
         message: String,
     },
@@ -122,16 +122,16 @@ pub enum CatalogueError {
 
 impl CatalogueError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            CatalogueError::Unreachable { .. } => Kind::Unavailable,
+            CatalogueError::Unreachable { .. } => ErrorKind::Unavailable,
             CatalogueError::Refused { kind, .. } => *kind,
-            CatalogueError::Store(_) => Kind::Io,
-            CatalogueError::Gone { .. } => Kind::Lost,
+            CatalogueError::Store(_) => ErrorKind::Io,
+            CatalogueError::Gone { .. } => ErrorKind::Lost,
             CatalogueError::Incomplete { .. }
             | CatalogueError::Damaged { .. }
-            | CatalogueError::Record { .. } => Kind::Corrupt,
-            CatalogueError::TooLong { .. } => Kind::Invalid,
+            | CatalogueError::Record { .. } => ErrorKind::Corrupt,
+            CatalogueError::TooLong { .. } => ErrorKind::Invalid,
         }
     }
 }
@@ -155,7 +155,7 @@ pub trait Catalogue: Send + Sync + 'static {
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError>;
 
     /// Sets (`Some`) or removes (`None`) a key, if its revision is `expected` (`None`: if it does not exist).
-    async fn set(
+    async fn compare_and_set(
         &self,
         key: &str,
         expected: Option<u64>,

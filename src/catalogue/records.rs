@@ -136,9 +136,9 @@ pub async fn write<R: Record>(
         key: key.to_owned(),
         reason: error.to_string(),
     })?;
-    match catalogue.set(key, expected, Some(value)).await? {
+    match catalogue.compare_and_set(key, expected, Some(value)).await? {
         SetOutcome::Set(revision) => Ok(Written::Set(revision)),
-        SetOutcome::Other(entry) => {
+        SetOutcome::Conflict(entry) => {
             let now = entry.map(|entry| Ok((parse(key, &entry.value)?, entry.revision)));
             now.transpose().map(Written::Other)
         }

@@ -11,15 +11,15 @@ use futures_util::stream;
 use super::{Catalogue, CatalogueError, Entry, SetOutcome};
 use crate::clock::deadline;
 use crate::format::records::Node;
-use crate::id::{Epoch, LeaseId, MapId, PeerName};
-use crate::kind::Kind;
+use crate::id::{DbId, Epoch, LeaseId, PeerName};
+use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::{Address, Connection};
 use crate::wire::calls::{
-    CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseGrant, LeaseRevoke,
-    LeaseTouch, NodeView, Nodes, Register, RegisterAnswer, SetAnswer,
+    CompareAndSetAnswer, CompareAndSetKey, GetKey, GrantLease, Hello, HelloAnswer, ListKeys,
+    ListNodes, NodeView, RegisterAnswer, RegisterNode, RevokeLease, TouchLease,
 };
-use crate::wire::{Call, Failure, NodeAddress};
+use crate::wire::{Call, NodeAddress, RemoteError};
 
 /// Attempts to find and ask the catalogue before an operation fails.
 const ATTEMPTS: u32 = 4;
@@ -51,7 +51,7 @@ pub struct RemoteCatalogue {
     known: Mutex<BTreeMap<PeerName, NodeAddress>>,
     epoch: Mutex<Epoch>,
     /// The catalogue that this node belongs to: others, and older ones, are not believed.
-    expected: Mutex<(Epoch, Option<MapId>)>,
+    expected: Mutex<(Epoch, Option<DbId>)>,
 }
 
 impl RemoteCatalogue {
@@ -62,13 +62,13 @@ impl RemoteCatalogue {
     }
 
     /// Where the catalogue was last found, unless that was before `epoch`.
-    pub fn home(&self, epoch: Epoch) -> Option<NodeAddress> {
+    pub fn server(&self, epoch: Epoch) -> Option<NodeAddress> {
         let home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
         home.as_ref().filter(|(found, _)| *found >= epoch).map(|(_, home)| home.clone())
     }
 
     /// Other nodes to ask when no seed knows where it is.
-    pub fn know(&self, nodes: impl IntoIterator<Item = NodeAddress>) {
+    pub fn add_endpoints(&self, nodes: impl IntoIterator<Item = NodeAddress>) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         for node in nodes {
             if known.len() < MAX_KNOWN || known.contains_key(&node.name) {
@@ -78,14 +78,14 @@ impl RemoteCatalogue {
     }
 
     /// From here on only the catalogue `map` (`None`: any) of `epoch`, or one of a later epoch, is believed.
-    pub fn expect(&self, epoch: Epoch, map: Option<MapId>) {
+    pub fn set_expected_epoch(&self, epoch: Epoch, map: Option<DbId>) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         if epoch >= expected.0 {
             *expected = (epoch, map);
         }
     }
 
-    fn is_believed(&self, hello: &HelloAnswer) -> bool {
+    fn is_plausible(&self, hello: &HelloAnswer) -> bool {
         let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = map.is_none_or(|map| hello.map.is_none_or(|found| found == map));
         hello.epoch.is_near(epoch) && (hello.epoch > epoch || hello.epoch == epoch && is_same)
@@ -96,11 +96,11 @@ impl RemoteCatalogue {
     fn is_proof(&self, hello: &HelloAnswer) -> bool {
         let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = map.is_none() || hello.map.is_some() || hello.epoch > epoch;
-        self.is_believed(hello) && is_told
+        self.is_plausible(hello) && is_told
     }
 
     /// Takes `home` for the catalogue of `epoch`, without asking.
-    pub fn believe(&self, epoch: Epoch, home: NodeAddress) {
+    pub fn set_server(&self, epoch: Epoch, home: NodeAddress) {
         self.saw(epoch);
         *self.home.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, home));
     }
@@ -114,15 +114,15 @@ impl RemoteCatalogue {
 
     /// Tries the home that was forgotten last. A read-only home refuses changes but still answers, and asking seeds that are gone takes
     /// seconds. Returns it if it still serves the catalogue.
-    async fn find_again(&self) -> Option<NodeAddress> {
+    async fn rediscover(&self) -> Option<NodeAddress> {
         let previous = self.previous.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let hello = Hello { me: Some(self.me.clone()) };
         let said = self.caller.call_within(&address(&previous), &hello, HELLO_LIMIT).await.ok()?;
         let serves = said.catalogue.as_ref().is_some_and(|home| home.name == said.node);
-        if !serves || !self.is_believed(&said) {
+        if !serves || !self.is_plausible(&said) {
             return None;
         }
-        self.believe(said.epoch, previous.clone());
+        self.set_server(said.epoch, previous.clone());
         Some(previous)
     }
 
@@ -151,7 +151,7 @@ impl RemoteCatalogue {
 
     /// Asks the seeds, all of them, and believes the one with the highest epoch; then, if none knows, the other nodes.
     async fn find(&self) -> Result<NodeAddress, CatalogueError> {
-        if let Some(home) = self.home(Epoch::default()) {
+        if let Some(home) = self.server(Epoch::default()) {
             return Ok(home);
         }
         let seeds = self.seeds.iter().map(|seed| Address { host_port: seed.clone(), node: None });
@@ -164,7 +164,7 @@ impl RemoteCatalogue {
             found = self.ask_where(known).await.or(found);
         }
         let (epoch, home) = found.map_err(|reason| self.unreachable(reason))?;
-        self.believe(epoch, home.clone());
+        self.set_server(epoch, home.clone());
         Ok(home)
     }
 
@@ -179,7 +179,7 @@ impl RemoteCatalogue {
         while let Some(answer) = answers.next().await {
             match answer {
                 Ok(hello) => {
-                    if self.is_believed(&hello)
+                    if self.is_plausible(&hello)
                         && let Some(home) = hello.catalogue
                     {
                         let rank = (hello.epoch, home.name == hello.node);
@@ -230,8 +230,8 @@ impl RemoteCatalogue {
                 wait *= 2;
             }
             // The first tries go to where it was; the others ask everybody for a later one.
-            let again = if attempt < 2 && self.home(Epoch::default()).is_none() {
-                self.find_again().await
+            let again = if attempt < 2 && self.server(Epoch::default()).is_none() {
+                self.rediscover().await
             } else {
                 None
             };
@@ -262,9 +262,9 @@ impl RemoteCatalogue {
                     return Err(());
                 }
                 // It may be on its way to another home.
-                Err(CallError::Failed(Failure { kind: Kind::Busy, message })) => {
+                Err(CallError::Failed(RemoteError { kind: ErrorKind::Busy, message })) => {
                     self.forget();
-                    *last = Some(CatalogueError::Refused { kind: Kind::Busy, message });
+                    *last = Some(CatalogueError::Refused { kind: ErrorKind::Busy, message });
                 }
                 Err(error) => {
                     self.forget();
@@ -283,26 +283,28 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
-        let found = self.ask(&CatalogueGet { key: key.to_owned() }).await?;
+        let found = self.ask(&GetKey { key: key.to_owned() }).await?;
         Ok(found.map(|(value, revision)| Entry { value, revision }))
     }
 
-    async fn set(
+    async fn compare_and_set(
         &self,
         key: &str,
         expected: Option<u64>,
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
-        let call = CatalogueSet { key: key.to_owned(), expected, value };
+        let call = CompareAndSetKey { key: key.to_owned(), expected, value };
         // A retry inside `ask` may find our own first try done: then the value is ours.
         match self.ask(&call).await? {
-            SetAnswer::Set(revision) => Ok(SetOutcome::Set(revision)),
-            SetAnswer::Other(Some((value, revision))) if Some(&value) == call.value.as_ref() => {
+            CompareAndSetAnswer::Set(revision) => Ok(SetOutcome::Set(revision)),
+            CompareAndSetAnswer::Conflict(Some((value, revision)))
+                if Some(&value) == call.value.as_ref() =>
+            {
                 Ok(SetOutcome::Set(revision))
             }
-            SetAnswer::Other(None) if call.value.is_none() => Ok(SetOutcome::Set(0)),
-            SetAnswer::Other(other) => {
-                Ok(SetOutcome::Other(other.map(|(value, revision)| Entry { value, revision })))
+            CompareAndSetAnswer::Conflict(None) if call.value.is_none() => Ok(SetOutcome::Set(0)),
+            CompareAndSetAnswer::Conflict(other) => {
+                Ok(SetOutcome::Conflict(other.map(|(value, revision)| Entry { value, revision })))
             }
         }
     }
@@ -314,7 +316,7 @@ impl Catalogue for RemoteCatalogue {
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError> {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
-        let page = self.ask(&CatalogueList { prefix, after, limit }).await?;
+        let page = self.ask(&ListKeys { prefix, after, limit }).await?;
         Ok(page
             .into_iter()
             .map(|(key, value, revision)| (key, Entry { value, revision }))
@@ -322,20 +324,20 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
-        let (lease, ms) = self.ask(&LeaseGrant {}).await?;
+        let (lease, ms) = self.ask(&GrantLease {}).await?;
         Ok((lease, Duration::from_millis(ms)))
     }
 
     async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
-        self.ask_within(&LeaseTouch { lease, keep }, LEASE_LIMIT).await
+        self.ask_within(&TouchLease { lease, keep }, LEASE_LIMIT).await
     }
 
     async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
-        self.ask(&LeaseRevoke { lease }).await
+        self.ask(&RevokeLease { lease }).await
     }
 
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-        let answer = self.ask_within(&Register { node: node.clone() }, LEASE_LIMIT).await?;
+        let answer = self.ask_within(&RegisterNode { node: node.clone() }, LEASE_LIMIT).await?;
         self.saw(answer.epoch);
         // A home that had only just begun said hello with the epoch before its own.
         if let Some((found, _)) = &mut *self.home.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -345,7 +347,7 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
-        self.ask(&Nodes {}).await
+        self.ask(&ListNodes {}).await
     }
 }
 
@@ -386,7 +388,7 @@ mod tests {
     }
 
     /// Where the node `name` believes the catalogue to be, and which map that is.
-    fn hello(name: &str, epoch: u64, home: &str, map: Option<MapId>) -> Vec<u8> {
+    fn hello(name: &str, epoch: u64, home: &str, map: Option<DbId>) -> Vec<u8> {
         let hello = HelloAnswer {
             cluster: ClusterId([1; 16]),
             node: name.parse().unwrap(),
@@ -399,7 +401,7 @@ mod tests {
         answer_to_bytes(&Ok(hello)).unwrap()
     }
 
-    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str, map: Option<MapId>) {
+    fn says(network: &Arc<MemoryNetwork>, name: &str, epoch: u64, home: &str, map: Option<DbId>) {
         answers(network, name, vec![hello(name, epoch, home, map)]);
     }
 
@@ -436,7 +438,7 @@ mod tests {
         let early = || hello("home", 0, "home", None);
         let registered = RegisterAnswer {
             epoch: Epoch(1),
-            map: MapId([1; 16]),
+            map: DbId([1; 16]),
             revision: 1,
             members: 1,
             lease_ms: 1000,
@@ -445,13 +447,13 @@ mod tests {
         answers(&network, "home", vec![early(), early(), registered]);
         let catalogue = asks(&network, &["home"]);
         catalogue.register(&catalogue.me).await.unwrap();
-        assert_eq!(catalogue.home(Epoch(1)), Some(at("home")));
-        assert_eq!(catalogue.home(Epoch(2)), None);
+        assert_eq!(catalogue.server(Epoch(1)), Some(at("home")));
+        assert_eq!(catalogue.server(Epoch(2)), None);
     }
 
     #[tokio::test]
     async fn a_home_that_names_another_map_or_none_is_not_asked() {
-        let (ours, theirs) = (Some(MapId([1; 16])), Some(MapId([2; 16])));
+        let (ours, theirs) = (Some(DbId([1; 16])), Some(DbId([2; 16])));
         for (expected, epoch, map, is_taken) in [
             (ours, 4, ours, true),
             (ours, 4, theirs, false),
@@ -463,7 +465,7 @@ mod tests {
             let network = MemoryNetwork::new();
             says(&network, "home", epoch, "home", map);
             let catalogue = asks(&network, &[]);
-            catalogue.expect(Epoch(4), expected);
+            catalogue.set_expected_epoch(Epoch(4), expected);
             let reached = catalogue.reach(&at("home")).await;
             assert_eq!(reached.is_ok(), is_taken, "{expected:?}: epoch {epoch}, {map:?}");
         }

@@ -9,23 +9,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::map::{DATA, REVISION, SUM, check_sum, entry, number, summand};
 use super::records::NODES;
 use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::store::kv::{Batch, Kv};
-use crate::wire::calls::MapSum;
+use crate::wire::calls::DbChecksum;
 
 /// The entries.
-pub(super) struct Table {
+pub(super) struct Database {
     kv: Arc<dyn Kv>,
     is_read_only: AtomicBool,
     /// The last revision; also while a change is written.
     revision: AtomicU64,
     /// The last revision that changed a node's record.
     members: AtomicU64,
-    written: Mutex<Written>,
+    written: Mutex<WriterState>,
 }
 
 /// What every batch changes besides a key.
-struct Written {
+struct WriterState {
     revision: u64,
     /// XOR of the first 16 bytes of BLAKE3 over each entry.
     sum: u128,
@@ -33,13 +33,13 @@ struct Written {
     is_handed_over: bool,
 }
 
-impl Written {
-    fn sum(&self) -> MapSum {
-        MapSum { revision: self.revision, sum: self.sum.to_be_bytes() }
+impl WriterState {
+    fn sum(&self) -> DbChecksum {
+        DbChecksum { revision: self.revision, sum: self.sum.to_be_bytes() }
     }
 }
 
-impl Table {
+impl Database {
     /// Checks the sum of all that is in `kv`.
     pub(super) fn open(kv: Arc<dyn Kv>) -> Result<Self, CatalogueError> {
         let revision = number(kv.get(REVISION)?).unwrap_or(0);
@@ -50,7 +50,7 @@ impl Table {
             revision: AtomicU64::new(revision),
             // Not the last change perhaps, but another number than any before it.
             members: AtomicU64::new(revision),
-            written: Mutex::new(Written { revision, sum, is_handed_over: false }),
+            written: Mutex::new(WriterState { revision, sum, is_handed_over: false }),
         })
     }
 
@@ -65,7 +65,7 @@ impl Table {
     pub(super) fn refuse_if_read_only(&self) -> Result<(), CatalogueError> {
         if self.is_read_only() {
             let message = "the catalogue hears from less than half of the storage nodes and changes nothing: start more of them".to_owned();
-            return Err(CatalogueError::Refused { kind: Kind::Unavailable, message });
+            return Err(CatalogueError::Refused { kind: ErrorKind::Unavailable, message });
         }
         Ok(())
     }
@@ -76,23 +76,23 @@ impl Table {
     }
 
     /// What the entries come to.
-    pub(super) fn sum(&self) -> MapSum {
+    pub(super) fn sum(&self) -> DbChecksum {
         self.written.lock().unwrap_or_else(PoisonError::into_inner).sum()
     }
 
     /// Ends all changes, if `copied` is a copy of all there is.
-    pub(super) fn hand_over(&self, copied: MapSum) -> Result<(), CatalogueError> {
+    pub(super) fn begin_transfer(&self, copied: DbChecksum) -> Result<(), CatalogueError> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         if written.sum() != copied {
             let message = "the catalogue has changed since it was copied, and stays where it is: move it again".to_owned();
-            return Err(CatalogueError::Refused { kind: Kind::Exists, message });
+            return Err(CatalogueError::Refused { kind: ErrorKind::Exists, message });
         }
         written.is_handed_over = true;
         Ok(())
     }
 
     /// Nobody has taken it: changes go on.
-    pub(super) fn take_back(&self) {
+    pub(super) fn cancel_transfer(&self) {
         self.written.lock().unwrap_or_else(PoisonError::into_inner).is_handed_over = false;
     }
 
@@ -106,8 +106,8 @@ impl Table {
         Ok(bytes.as_deref().and_then(entry))
     }
 
-    /// See [`Catalogue::set`](super::Catalogue::set).
-    pub(super) fn set(
+    /// See [`Catalogue::set`](super::Catalogue::compare_and_set).
+    pub(super) fn compare_and_set(
         &self,
         key: &str,
         expected: Option<u64>,
@@ -129,13 +129,13 @@ impl Table {
         self.refuse_if_read_only()?;
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         if written.is_handed_over {
-            return Err(moving());
+            return Err(being_transferred());
         }
         let full_key = format!("{DATA}{key}");
         let before = self.kv.get(full_key.as_bytes())?;
         let now = before.as_deref().and_then(entry);
         if now.as_ref().map(|entry| entry.revision) != expected {
-            return Ok(SetOutcome::Other(now));
+            return Ok(SetOutcome::Conflict(now));
         }
         let revision = written.revision + 1;
         let after = value.map(|value| [&revision.to_be_bytes()[..], &value].concat());
@@ -150,7 +150,7 @@ impl Table {
             None => batch.delete(full_key),
         };
         self.kv.apply(&batch)?;
-        *written = Written { revision, sum, is_handed_over: false };
+        *written = WriterState { revision, sum, is_handed_over: false };
         self.revision.store(revision, Ordering::Release);
         if key.starts_with(NODES) {
             self.members.store(revision, Ordering::Release);
@@ -180,7 +180,7 @@ impl Table {
 }
 
 /// What somebody hears who wants a change during a move.
-pub(super) fn moving() -> CatalogueError {
+pub(super) fn being_transferred() -> CatalogueError {
     let message = "the catalogue is being moved to another daemon: try again".to_owned();
-    CatalogueError::Refused { kind: Kind::Busy, message }
+    CatalogueError::Refused { kind: ErrorKind::Busy, message }
 }

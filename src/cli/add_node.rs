@@ -18,7 +18,7 @@ use super::words::NewNode;
 use super::{Outcome, connect};
 use crate::config::{FILE_NAME, HostPort, MAX_FILE_BYTES, NodeConfig, Sources};
 use crate::id::PeerName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::Role;
 use crate::net::identity::{Authority, IdentityError};
 
@@ -49,7 +49,7 @@ pub fn run(options: &AddNode) -> Outcome {
     let known = known(dir, &authority)?;
     let Some(like) = known.iter().find(|node| node.stores).or(known.first()) else {
         let message = format!("{} has no folder of a node", dir.join("nodes").display());
-        return Err(Failure::new(Kind::NotFound, message).with_hint(
+        return Err(Failure::new(ErrorKind::NotFound, message).with_hint(
             "a new node takes its settings from one that is there: put one node's folder back",
         ));
     };
@@ -68,7 +68,7 @@ pub fn run(options: &AddNode) -> Outcome {
         let folder = dir.join("nodes").join(node.name.as_str());
         if files::kind_of(&folder).is_ok() {
             let message = format!("{} exists", folder.display());
-            return Err(Failure::new(Kind::Exists, message)
+            return Err(Failure::new(ErrorKind::Exists, message)
                 .with_hint("files of a cluster are never written over: move it away"));
         }
         let file = dir.join("nodes").join(node.name.as_str()).join(FILE_NAME);
@@ -119,10 +119,10 @@ fn known(dir: &Path, authority: &Authority) -> Result<Vec<Known>, Failure> {
                 file.display(),
                 dir.join("ca").display()
             );
-            return Err(Failure::new(Kind::Invalid, message));
+            return Err(Failure::new(ErrorKind::Invalid, message));
         }
         let mut settings = text.parse::<Table>().map_err(|error| {
-            Failure::new(Kind::Invalid, format!("{}: {}", file.display(), error.message()))
+            Failure::new(ErrorKind::Invalid, format!("{}: {}", file.display(), error.message()))
         })?;
         for own in OWN {
             take(&mut settings, own);
@@ -148,7 +148,7 @@ fn check(nodes: &[NewNode], known: &[Known]) -> Result<(), Failure> {
         ];
         if let Some((what, _, value)) = taken.into_iter().find(|(_, is_new, _)| !is_new) {
             let message = format!("there is a node with the {what} {value} already");
-            return Err(Failure::new(Kind::Exists, message).with_hint(
+            return Err(Failure::new(ErrorKind::Exists, message).with_hint(
                 "a node whose disk was lost keeps its name and folder: start it with an empty data folder",
             ));
         }
@@ -278,13 +278,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("c");
         let refused = |words: &[&str], set: &[&str]| add(&dir, words, set).err().unwrap().kind;
-        assert_eq!(refused(&["z=h:9"], &[]), Kind::NotFound);
+        assert_eq!(refused(&["z=h:9"], &[]), ErrorKind::NotFound);
         create(&dir, &nodes(&["a=h:1", "b=h:2"]), &[]).unwrap();
-        assert_eq!(refused(&["a=h:9"], &[]), Kind::Exists);
-        assert_eq!(refused(&["z=h:1"], &[]), Kind::Exists);
-        assert_eq!(refused(&["z=h:9", "z=h:8"], &[]), Kind::Exists);
-        assert_eq!(refused(&["z=h:9"], &["seeds=h:1"]), Kind::Invalid);
-        assert_eq!(refused(&["z=h:9"], &["memory=1MiB"]), Kind::Invalid);
+        assert_eq!(refused(&["a=h:9"], &[]), ErrorKind::Exists);
+        assert_eq!(refused(&["z=h:1"], &[]), ErrorKind::Exists);
+        assert_eq!(refused(&["z=h:9", "z=h:8"], &[]), ErrorKind::Exists);
+        assert_eq!(refused(&["z=h:9"], &["seeds=h:1"]), ErrorKind::Invalid);
+        assert_eq!(refused(&["z=h:9"], &["memory=1MiB"]), ErrorKind::Invalid);
         assert!(!dir.join("nodes/z").exists());
     }
 }

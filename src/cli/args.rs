@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::error::ErrorKind;
 use clap::{Parser, Subcommand, ValueEnum};
 
 pub use catalogue::{Catalogue, Move, Rebuild};
@@ -17,7 +16,7 @@ use super::printer::{Answer, Failure, Look, Printer};
 use super::words::{AnyStep, ByteRange, ExactStep, NewNode, Setting, Shape};
 use crate::id::PeerName;
 use crate::id::{Job, ShardName};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 use crate::wire::calls::PlanChoice;
 use crate::wire::order::Codec;
@@ -520,7 +519,10 @@ pub fn parse(
         Ok(args) => return Ok(args),
         Err(error) => error,
     };
-    let helps = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+    let helps = matches!(
+        error.kind(),
+        clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion
+    );
     if helps || !args.iter().any(|arg| arg == "--json") {
         // Whoever does not read the help misses nothing.
         let _ = error.print();
@@ -528,7 +530,7 @@ pub fn parse(
     }
     let text = error.render().to_string();
     let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-    let failure = Failure::new(Kind::Invalid, message);
+    let failure = Failure::new(ErrorKind::Invalid, message);
     Err(Printer::of_process(Look::of_process(true, env)).finish::<Never>(Err(&failure)))
 }
 

@@ -13,7 +13,7 @@ use super::{Front, Outcome, connect};
 use crate::client::ClientError;
 use crate::clock::{Clock, SystemClock};
 use crate::net::Address;
-use crate::wire::calls::{MoveAnswer, RebuildAnswer};
+use crate::wire::calls::{MoveCatalogueAnswer, RebuildAnswer};
 
 /// How often the display moves.
 const TICK: Duration = Duration::from_millis(500);
@@ -56,17 +56,17 @@ async fn watched<T>(
     }
 }
 
-struct Moved(MoveAnswer);
+struct Moved(MoveCatalogueAnswer);
 
 impl Answer for Moved {
     fn json(&self) -> Map<String, Value> {
-        let MoveAnswer { epoch, home, from, entries } = &self.0;
+        let MoveCatalogueAnswer { epoch, home, from, entries } = &self.0;
         let fields = json!({ "epoch": epoch, "home": home, "from": from, "entries": entries });
         fields.as_object().cloned().unwrap_or_default()
     }
 
     fn text(&self, _: Paint) -> String {
-        let MoveAnswer { epoch, home, from, entries } = &self.0;
+        let MoveCatalogueAnswer { epoch, home, from, entries } = &self.0;
         let entries = counted(*entries, "record");
         format!(
             "The catalogue is served by {home} now: epoch {epoch}, {entries} copied from {from}.\n"

@@ -34,7 +34,7 @@ pub fn run(front: &mut Front, command: CodeCommand) -> Outcome {
                 // Parameters that no code has are another failure than a code that nobody has found yet.
                 crate::code::Layout::new(shape.n, shape.k).map_err(failed)?;
                 let message = format!("there is no certified code ({},{}) here", shape.n, shape.k);
-                Err(Failure::new(crate::kind::Kind::NotFound, message).with_hint(format!(
+                Err(Failure::new(crate::kind::ErrorKind::NotFound, message).with_hint(format!(
                     "`rapidraid code list` shows what there is, `rapidraid code search {},{}` looks for one",
                     shape.n, shape.k
                 )))

@@ -12,10 +12,10 @@ use super::args::Connect;
 use super::printer::Failure;
 use super::words::Setting;
 use super::{files, known_nodes};
-use crate::client::{Client, ClientError, listed};
+use crate::client::{Client, ClientError, join_some};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{ClientConfig, ConfigError, MAX_FILE_BYTES, Membership, Sources};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::identity::Identity;
 
 /// How long the seeds may take together to answer.
@@ -65,14 +65,14 @@ pub fn client_config(
                 );
                 return Ok((file.clone(), config));
             }
-            Err(failure) if failure.kind == Kind::NotFound && at < last => {}
-            Err(failure) if failure.kind != Kind::NotFound => return Err(failure),
+            Err(failure) if failure.kind == ErrorKind::NotFound && at < last => {}
+            Err(failure) if failure.kind != ErrorKind::NotFound => return Err(failure),
             Err(_) => break,
         }
     }
     let tried: Vec<String> = candidates.iter().map(|file| file.display().to_string()).collect();
     let message = format!("there is no configuration of a client: looked for {}", tried.join(", "));
-    Err(Failure::new(Kind::NotFound, message).with_hint(
+    Err(Failure::new(ErrorKind::NotFound, message).with_hint(
         "name it with --config or RAPIDRAID_CONFIG; `rapidraid cluster init` writes one as client/rapidraid.toml",
     ))
 }
@@ -89,7 +89,7 @@ pub fn identity(membership: &Membership) -> Result<Identity, Failure> {
         let message = format!(
             "the configuration says {what} {file}, the certificate {path} says {certificate}"
         );
-        Err(Failure::new(Kind::Denied, message))
+        Err(Failure::new(ErrorKind::Denied, message))
     };
     if identity.cluster() != membership.cluster {
         return wrong("cluster", &membership.cluster.to_string(), &identity.cluster());
@@ -115,7 +115,7 @@ pub async fn client_beside(
     let identity = identity(&config.membership)?;
     let mut seeds: Vec<String> = config.membership.seeds.iter().map(ToString::to_string).collect();
     seeds.extend(others);
-    let tried = listed(&seeds);
+    let tried = join_some(&seeds);
     let hint = format!(
         "start the daemons (`rapidraid node --config ...`), or correct `seeds` in {}",
         file.display()
@@ -132,7 +132,7 @@ pub async fn client_beside(
         Ok(Err(error)) => Err(failure(&error)),
         Err(elapsed) => {
             let message = format!("no node answers: {elapsed} from {tried}");
-            Err(Failure::new(Kind::Unavailable, message).with_hint(hint))
+            Err(Failure::new(ErrorKind::Unavailable, message).with_hint(hint))
         }
     }
 }
@@ -148,7 +148,7 @@ pub async fn ask<T>(question: impl Future<Output = Result<T, ClientError>>) -> R
         Ok(answer) => answer.map_err(|error| failure(&error)),
         Err(elapsed) => {
             let message = format!("{elapsed}: the catalogue, or the way to it, is not available");
-            Err(Failure::new(Kind::Timeout, message))
+            Err(Failure::new(ErrorKind::Timeout, message))
         }
     }
 }

@@ -7,14 +7,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::printer::Failure;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::identity::check_secret_file_mode;
 
 /// Certificates and keys are a few kilobytes.
@@ -44,15 +44,15 @@ pub fn raise_open_files() {
 /// What the system said about `path`, as a failure.
 pub fn io_failure(verb: &str, path: &Path, error: &io::Error) -> Failure {
     let kind = match error.kind() {
-        ErrorKind::NotFound => Kind::NotFound,
-        ErrorKind::AlreadyExists => Kind::Exists,
-        ErrorKind::PermissionDenied => Kind::Denied,
-        _ => Kind::Io,
+        io::ErrorKind::NotFound => ErrorKind::NotFound,
+        io::ErrorKind::AlreadyExists => ErrorKind::Exists,
+        io::ErrorKind::PermissionDenied => ErrorKind::Denied,
+        _ => ErrorKind::Io,
     };
     let failure = Failure::new(kind, format!("cannot {verb} {}: {error}", path.display()));
     match kind {
-        Kind::NotFound => failure.with_hint("check the path"),
-        Kind::Denied => failure.with_hint("check who owns it and who may use it (ls -l)"),
+        ErrorKind::NotFound => failure.with_hint("check the path"),
+        ErrorKind::Denied => failure.with_hint("check who owns it and who may use it (ls -l)"),
         _ => failure,
     }
 }
@@ -66,7 +66,7 @@ pub fn read_text(path: &Path, max_bytes: usize) -> Result<String, Failure> {
 fn read_bounded(file: File, path: &Path, max_bytes: usize) -> Result<String, Failure> {
     String::from_utf8(bounded(file, path, max_bytes)?).map_err(|_| {
         let message = format!("{} is no text (UTF-8)", path.display());
-        Failure::new(Kind::Invalid, message).with_hint("is this the right file?")
+        Failure::new(ErrorKind::Invalid, message).with_hint("is this the right file?")
     })
 }
 
@@ -76,7 +76,7 @@ fn bounded(file: File, path: &Path, max_bytes: usize) -> Result<Vec<u8>, Failure
     file.take(limit).read_to_end(&mut bytes).map_err(|error| io_failure("read", path, &error))?;
     if bytes.len() > max_bytes {
         let message = format!("{} has more than {max_bytes} bytes", path.display());
-        return Err(Failure::new(Kind::Invalid, message).with_hint("is this the right file?"));
+        return Err(Failure::new(ErrorKind::Invalid, message).with_hint("is this the right file?"));
     }
     Ok(bytes)
 }
@@ -121,8 +121,8 @@ pub fn make_private_folder(path: &Path) -> Result<(), Failure> {
 pub fn is_free(path: &Path) -> Result<bool, Failure> {
     match fs::read_dir(path) {
         Ok(mut entries) => Ok(entries.next().is_none()),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(true),
-        Err(error) if error.kind() == ErrorKind::NotADirectory => Ok(false),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(false),
         Err(error) => Err(io_failure("read", path, &error)),
     }
 }
@@ -248,14 +248,14 @@ mod tests {
         let (key, big) = (folder.path().join("key.pem"), folder.path().join("big"));
         write_new(&key, "secret", SECRET).unwrap();
         assert_eq!(read_secret(&key).as_deref(), Ok("secret"));
-        assert_eq!(write_new(&key, "x", SECRET).unwrap_err().kind, Kind::Exists);
+        assert_eq!(write_new(&key, "x", SECRET).unwrap_err().kind, ErrorKind::Exists);
         write_new(&big, &"x".repeat(101), PUBLIC).unwrap();
-        assert_eq!(read_text(&big, 100).unwrap_err().kind, Kind::Invalid);
+        assert_eq!(read_text(&big, 100).unwrap_err().kind, ErrorKind::Invalid);
         assert!(read_text(&big, 101).is_ok());
         let exposed = read_secret(&big).unwrap_err();
-        assert_eq!(exposed.kind, Kind::Denied);
+        assert_eq!(exposed.kind, ErrorKind::Denied);
         assert!(exposed.hint.starts_with("chmod 600 "), "{}", exposed.hint);
-        assert_eq!(read_text(&folder.path().join("no"), 1).unwrap_err().kind, Kind::NotFound);
+        assert_eq!(read_text(&folder.path().join("no"), 1).unwrap_err().kind, ErrorKind::NotFound);
     }
 
     #[test]

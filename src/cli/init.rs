@@ -21,7 +21,7 @@ use crate::config::{
 };
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::{ClusterId, PeerName};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::Role;
 use crate::net::identity::{Authority, IdentityError};
 
@@ -79,7 +79,7 @@ pub fn create(dir: &Path, nodes: &[NewNode], set: &[Setting]) -> Result<NewClust
     check(nodes, set)?;
     if !files::is_free(dir)? {
         let message = format!("{} exists and is not an empty folder", dir.display());
-        return Err(Failure::new(Kind::Exists, message)
+        return Err(Failure::new(ErrorKind::Exists, message)
             .with_hint("choose another folder: files of a cluster are never written over"));
     }
     let cluster = NewCluster {
@@ -98,7 +98,7 @@ pub fn create(dir: &Path, nodes: &[NewNode], set: &[Setting]) -> Result<NewClust
 
 fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
     let twice = |what: &str, value: &str| {
-        Failure::new(Kind::Invalid, format!("two nodes have the {what} {value}"))
+        Failure::new(ErrorKind::Invalid, format!("two nodes have the {what} {value}"))
             .with_hint("every --node needs a name and an address of its own")
     };
     let (mut names, mut addresses) = (BTreeSet::new(), BTreeSet::new());
@@ -123,7 +123,7 @@ pub(super) fn check_settings(set: &[Setting]) -> Result<(), Failure> {
         } else {
             continue;
         };
-        let failure = Failure::new(Kind::Invalid, format!("--set names `{key}`, {why}"));
+        let failure = Failure::new(ErrorKind::Invalid, format!("--set names `{key}`, {why}"));
         return Err(failure.with_hint("docs/configuration.md has every setting"));
     }
     Ok(())
@@ -377,7 +377,7 @@ mod tests {
         let listens: Vec<String> = cluster.nodes.iter().map(|node| listen(&node.address)).collect();
         assert_eq!(listens, ["127.0.0.1:7001", "0.0.0.0:7002", "[::]:7003", "0.0.0.0:7004"]);
         let again = create(&dir, &nodes(&words), &[]).err().unwrap();
-        assert_eq!(again.kind, Kind::Exists);
+        assert_eq!(again.kind, ErrorKind::Exists);
     }
 
     #[test]
@@ -388,7 +388,7 @@ mod tests {
         let refused = |words: &[&str], set: &str| {
             let set: Vec<Setting> = set.split_terminator(' ').map(|w| w.parse().unwrap()).collect();
             let failure = create(&dir, &nodes(words), &set).err().unwrap();
-            assert_eq!(failure.kind, Kind::Invalid, "{}", failure.message);
+            assert_eq!(failure.kind, ErrorKind::Invalid, "{}", failure.message);
             assert!(!dir.exists());
         };
         refused(&["a=h:1", "a=h:2"], "");

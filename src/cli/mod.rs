@@ -40,7 +40,7 @@ use args::{Args, Catalogue, Cluster, Command};
 use printer::{Answer, Failure, Look, Printer};
 
 use crate::gf::kernel::{ENV, Kernel};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// What every command is given: how to speak, and the environment to look things up in.
 pub struct Front {
@@ -67,7 +67,7 @@ pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
     let mut front = Front { printer, env };
     let outcome = match Kernel::from_env() {
         Ok(_) => command(&mut front, args.command).await,
-        Err(error) => Err(Failure::new(Kind::Invalid, format!("{ENV}: {error}"))),
+        Err(error) => Err(Failure::new(ErrorKind::Invalid, format!("{ENV}: {error}"))),
     };
     front.printer.finish(outcome.as_deref())
 }

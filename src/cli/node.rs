@@ -14,7 +14,7 @@ use super::{Front, Outcome, connect, files, log};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{LogFormat, MAX_FILE_BYTES, NodeConfig, Sources};
 use crate::format::FormatError;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::{Daemon, NodeError};
 use crate::store::{DiskError, StoreError};
 
@@ -92,7 +92,7 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     tokio::select! {
         () = daemon.stopped() => {
             let message = format!("node {name} stopped by itself: its log above says why");
-            return Err(Failure::new(Kind::Unavailable, message).with_hint("mend the cause, then start it again"));
+            return Err(Failure::new(ErrorKind::Unavailable, message).with_hint("mend the cause, then start it again"));
         }
         which = signals.next() => tracing::info!(signal = which, "stopping; a second signal ends at once"),
         () = starter_gone => tracing::info!("whoever started this node is gone: stopping"),
@@ -101,11 +101,11 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     tokio::select! {
         stopped = deadline(&*clock, STOP_LIMIT, daemon.stop()) => match stopped {
             Ok(()) => Ok(Box::new(Stopped)),
-            Err(elapsed) => Err(Failure::new(Kind::Timeout, format!("stopping: {elapsed}"))
+            Err(elapsed) => Err(Failure::new(ErrorKind::Timeout, format!("stopping: {elapsed}"))
                 .with_hint("nothing that was acknowledged is lost: start it again")),
         },
         which = signals.next() => {
-            Err(Failure::new(Kind::Unavailable, format!("ended at once by a second {which}"))
+            Err(Failure::new(ErrorKind::Unavailable, format!("ended at once by a second {which}"))
                 .with_hint("nothing that was acknowledged is lost: start it again"))
         }
     }
@@ -122,7 +122,7 @@ impl Signals {
     pub fn new() -> Result<Self, Failure> {
         let listen = |kind| {
             signal(kind)
-                .map_err(|e| Failure::new(Kind::Io, format!("cannot listen for signals: {e}")))
+                .map_err(|e| Failure::new(ErrorKind::Io, format!("cannot listen for signals: {e}")))
         };
         Ok(Self {
             interrupt: listen(SignalKind::interrupt())?,

@@ -9,12 +9,12 @@
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 
 use serde_json::{Map, Value, json};
 
 use super::table::{Paint, Tint, shown};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The version of every JSON document that the command line prints.
 pub const SCHEMA: u32 = 1;
@@ -37,7 +37,7 @@ pub trait Answer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     /// What kind of failure; decides the exit code and, without a hint of its own, the hint.
-    pub kind: Kind,
+    pub kind: ErrorKind,
     /// What happened, to what.
     pub message: String,
     /// What to do next.
@@ -46,12 +46,12 @@ pub struct Failure {
 
 impl Failure {
     /// A failure with the hint of its kind.
-    pub fn new(kind: Kind, message: impl Into<String>) -> Self {
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), hint: hint_of(kind).to_owned() }
     }
 
     /// A failure from an error and the errors behind it. A cause that the message before it ends with is not repeated.
-    pub fn of(kind: Kind, error: &dyn Error) -> Self {
+    pub fn of(kind: ErrorKind, error: &dyn Error) -> Self {
         let mut message = error.to_string();
         let mut cause = error.source();
         while let Some(error) = cause {
@@ -72,52 +72,56 @@ impl Failure {
     /// The process's exit code.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
-            Kind::Invalid => 2,
+            ErrorKind::Invalid => 2,
             _ => 1,
         }
     }
 }
 
 /// The kind as JSON and scripts have it. These words do not change.
-pub fn kind_name(kind: Kind) -> &'static str {
+pub fn kind_name(kind: ErrorKind) -> &'static str {
     match kind {
-        Kind::Invalid => "invalid",
-        Kind::NotFound => "not_found",
-        Kind::Exists => "exists",
-        Kind::Denied => "denied",
-        Kind::Fenced => "fenced",
-        Kind::Unavailable => "unavailable",
-        Kind::Busy => "busy",
-        Kind::Timeout => "timeout",
-        Kind::Corrupt => "corrupt",
-        Kind::Lost => "lost",
-        Kind::Io => "io",
-        Kind::Internal => "internal",
+        ErrorKind::Invalid => "invalid",
+        ErrorKind::NotFound => "not_found",
+        ErrorKind::Exists => "exists",
+        ErrorKind::Denied => "denied",
+        ErrorKind::Fenced => "fenced",
+        ErrorKind::Unavailable => "unavailable",
+        ErrorKind::Busy => "busy",
+        ErrorKind::Timeout => "timeout",
+        ErrorKind::Corrupt => "corrupt",
+        ErrorKind::Lost => "lost",
+        ErrorKind::Io => "io",
+        ErrorKind::Internal => "internal",
     }
 }
 
-fn hint_of(kind: Kind) -> &'static str {
+fn hint_of(kind: ErrorKind) -> &'static str {
     match kind {
-        Kind::Invalid => "`--help` shows what the command takes",
-        Kind::NotFound => "`rapidraid ls` shows what there is",
-        Kind::Exists => "choose another name, or say that it may be replaced",
-        Kind::Denied => {
+        ErrorKind::Invalid => "`--help` shows what the command takes",
+        ErrorKind::NotFound => "`rapidraid ls` shows what there is",
+        ErrorKind::Exists => "choose another name, or say that it may be replaced",
+        ErrorKind::Denied => {
             "use the certificate and key of this cluster that `cluster init` wrote for this role"
         }
-        Kind::Fenced => {
+        ErrorKind::Fenced => {
             "a newer owner is at work: run `rapidraid status` and start again from what it shows"
         }
-        Kind::Unavailable => "`rapidraid status` shows which nodes answer; try again when they do",
-        Kind::Busy => "try again shortly; `rapidraid status` shows what is short",
-        Kind::Timeout => "try again; `rapidraid status` shows which node is slow",
-        Kind::Corrupt => {
+        ErrorKind::Unavailable => {
+            "`rapidraid status` shows which nodes answer; try again when they do"
+        }
+        ErrorKind::Busy => "try again shortly; `rapidraid status` shows what is short",
+        ErrorKind::Timeout => "try again; `rapidraid status` shows which node is slow",
+        ErrorKind::Corrupt => {
             "`rapidraid verify JOB/STEP` checks every copy of a checkpoint, `rapidraid status` shows what is damaged or was set aside"
         }
-        Kind::Lost => {
+        ErrorKind::Lost => {
             "bring lost nodes back: every node that returns may be the one that is missing"
         }
-        Kind::Io => "look at the disk or socket that the message names: space, permissions, cable",
-        Kind::Internal => "this is a defect of rapidraid: please report it with this message",
+        ErrorKind::Io => {
+            "look at the disk or socket that the message names: space, permissions, cable"
+        }
+        ErrorKind::Internal => "this is a defect of rapidraid: please report it with this message",
     }
 }
 
@@ -225,10 +229,10 @@ impl Printer {
         match self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()) {
             Ok(()) => code,
             // The reader has what it wanted.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => code,
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => code,
             Err(error) => {
                 self.tagged(Tint::Red, "error:", &format!("cannot write to stdout: {error}"));
-                self.tagged(Tint::Cyan, "hint:", hint_of(Kind::Io));
+                self.tagged(Tint::Cyan, "hint:", hint_of(ErrorKind::Io));
                 code.max(1)
             }
         }
@@ -242,7 +246,7 @@ mod tests {
     use super::*;
 
     #[derive(Clone, Default)]
-    struct Sink(Arc<Mutex<Vec<u8>>>, Option<ErrorKind>);
+    struct Sink(Arc<Mutex<Vec<u8>>>, Option<io::ErrorKind>);
 
     impl Write for Sink {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -292,7 +296,7 @@ mod tests {
             (code, out.as_str(), err.as_str()),
             (0, "picture\nsaved 3 shards\n", "connecting\n")
         );
-        let failure = Failure::new(Kind::Lost, "shard a/b: 10 of 11 pieces are left");
+        let failure = Failure::new(ErrorKind::Lost, "shard a/b: 10 of 11 pieces are left");
         let (code, out, err) = run(PLAIN, Err(&failure), Sink::default());
         assert_eq!((code, out.as_str()), (1, "picture\n"));
         assert!(
@@ -305,7 +309,7 @@ mod tests {
     fn json_is_one_document_in_success_and_failure() {
         let (code, out, _) = run(JSON, Ok(&Saved), Sink::default());
         assert_eq!((code, out.as_str()), (0, "{\"schema\":1,\"shards\":3}\n"));
-        let failure = Failure::new(Kind::Invalid, "no\u{1b}").with_hint("yes");
+        let failure = Failure::new(ErrorKind::Invalid, "no\u{1b}").with_hint("yes");
         let (code, out, err) = run(JSON, Err(&failure), Sink::default());
         let document: Value = serde_json::from_str(&out).unwrap();
         let error = json!({"kind": "invalid", "message": "no\u{1b}", "hint": "yes"});
@@ -316,7 +320,7 @@ mod tests {
     #[test]
     fn an_error_of_several_lines_has_several_lines() {
         let failure =
-            Failure::new(Kind::Lost, "two stripes:\nfirst\u{7}\nsecond").with_hint("wait");
+            Failure::new(ErrorKind::Lost, "two stripes:\nfirst\u{7}\nsecond").with_hint("wait");
         let (_, _, err) = run(PLAIN, Err(&failure), Sink::default());
         let lines = "error: two stripes:\n       first\\u{7}\n       second\nhint: wait\n";
         assert!(err.ends_with(lines), "{err}");
@@ -324,10 +328,10 @@ mod tests {
 
     #[test]
     fn a_reader_that_left_is_no_error_and_a_full_disk_is() {
-        let gone = Sink(Arc::default(), Some(ErrorKind::BrokenPipe));
+        let gone = Sink(Arc::default(), Some(io::ErrorKind::BrokenPipe));
         assert_eq!(run(PLAIN, Ok(&Saved), gone.clone()).0, 0);
-        assert_eq!(run(PLAIN, Err(&Failure::new(Kind::Io, "x")), gone).0, 1);
-        let full = Sink(Arc::default(), Some(ErrorKind::StorageFull));
+        assert_eq!(run(PLAIN, Err(&Failure::new(ErrorKind::Io, "x")), gone).0, 1);
+        let full = Sink(Arc::default(), Some(io::ErrorKind::StorageFull));
         let (code, _, err) = run(JSON, Ok(&Saved), full);
         assert!(code == 1 && err.contains("cannot write to stdout"), "{code} {err}");
     }
@@ -343,11 +347,15 @@ mod tests {
 
     #[test]
     fn scripts_can_rely_on_kinds_and_codes() {
-        let names: Vec<&str> = (1..=12).map(|code| kind_name(Kind::from_wire_code(code))).collect();
+        let names: Vec<&str> =
+            (1..=12).map(|code| kind_name(ErrorKind::from_wire_code(code))).collect();
         let expected = "invalid not_found exists denied fenced unavailable busy timeout corrupt lost io internal";
         assert_eq!(names.join(" "), expected);
         let code = |kind| Failure::new(kind, "").exit_code();
-        assert_eq!((code(Kind::Invalid), code(Kind::NotFound), code(Kind::Internal)), (2, 1, 1));
+        assert_eq!(
+            (code(ErrorKind::Invalid), code(ErrorKind::NotFound), code(ErrorKind::Internal)),
+            (2, 1, 1)
+        );
     }
 
     #[test]
@@ -362,7 +370,7 @@ mod tests {
         struct Inner(#[source] io::Error);
         let error = Outer { source: Inner(io::Error::other("errno 13")) };
         assert_eq!(
-            Failure::of(Kind::Denied, &error).message,
+            Failure::of(ErrorKind::Denied, &error).message,
             "cannot read a.pem: refused: errno 13"
         );
     }

@@ -7,7 +7,7 @@ use super::printer::Answer;
 use super::table::Paint;
 use super::{Front, Outcome, connect};
 use crate::id::PeerName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The command.
 pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
@@ -17,7 +17,7 @@ pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
     removed.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
-            Kind::Exists => failure.with_hint(
+            ErrorKind::Exists => failure.with_hint(
                 "replace the machine under the same name, with an empty data folder; or `rapidraid rm` these checkpoints",
             ),
             _ => failure,

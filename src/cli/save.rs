@@ -20,7 +20,7 @@ use crate::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
 use crate::clock::{Clock, SystemClock};
 use crate::format::save_record::SaveRecord;
 use crate::id::{IdError, ShardName};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
 /// The most files of one save; a checkpoint of 1,000 ranks with 100 files each.
@@ -77,9 +77,9 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let report = saved.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
-            Kind::Invalid if failure.message.contains("changed while") => failure
+            ErrorKind::Invalid if failure.message.contains("changed while") => failure
                 .with_hint("save it when nobody writes to it, or as it is with --allow-changing"),
-            Kind::Exists => {
+            ErrorKind::Exists => {
                 failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
             }
             _ => failure,
@@ -110,12 +110,12 @@ async fn is_being_saved(
     options: &Save,
     saved: &Result<SaveReport, ClientError>,
 ) -> bool {
-    let is_refused = saved.as_ref().is_err_and(|error| error.kind() == Kind::Exists);
+    let is_refused = saved.as_ref().is_err_and(|error| error.kind() == ErrorKind::Exists);
     let (job, step) = (&options.step.job, options.step.step);
     // A step that is committed is refused, too, and is not waited for.
     is_refused
         && (options.replace
-            || client.show(job, Some(step)).await.is_err_and(|e| e.kind() == Kind::NotFound))
+            || client.show(job, Some(step)).await.is_err_and(|e| e.kind() == ErrorKind::NotFound))
 }
 
 fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), Failure> {
@@ -139,9 +139,8 @@ pub fn shards_of(paths: &[PathBuf]) -> Result<Vec<(ShardName, PathBuf)>, Failure
     }
     if found.is_empty() {
         let message = "there is no file in what was named";
-        return Err(
-            Failure::new(Kind::Invalid, message).with_hint("name a file, or a folder with files")
-        );
+        return Err(Failure::new(ErrorKind::Invalid, message)
+            .with_hint("name a file, or a folder with files"));
     }
     Ok(found.into_iter().collect())
 }
@@ -173,7 +172,7 @@ fn folder(path: &Path, prefix: &str, depth: usize, found: &mut Found) -> Result<
 fn add(name: Option<&str>, prefix: &str, path: &Path, found: &mut Found) -> Result<(), Failure> {
     let name = name.ok_or_else(|| unusable(path, "has a name that is not UTF-8"))?;
     let name: ShardName = format!("{prefix}{name}").parse().map_err(|error: IdError| {
-        Failure::of(Kind::Invalid, &error).with_hint("rename the file or folder")
+        Failure::of(ErrorKind::Invalid, &error).with_hint("rename the file or folder")
     })?;
     if found.len() >= MAX_FILES {
         return Err(unusable(
@@ -184,14 +183,14 @@ fn add(name: Option<&str>, prefix: &str, path: &Path, found: &mut Found) -> Resu
     if let Some(other) = found.insert(name.clone(), path.to_owned()) {
         let message =
             format!("{} and {} would both be the shard {name}", other.display(), path.display());
-        return Err(Failure::new(Kind::Invalid, message)
+        return Err(Failure::new(ErrorKind::Invalid, message)
             .with_hint("put them into one folder with different names and name the folder"));
     }
     Ok(())
 }
 
 fn unusable(path: &Path, why: &str) -> Failure {
-    Failure::new(Kind::Invalid, format!("{} {why}", path.display()))
+    Failure::new(ErrorKind::Invalid, format!("{} {why}", path.display()))
         .with_hint("a checkpoint is made of regular files")
 }
 
@@ -259,21 +258,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir_all(at("d/e")).unwrap();
-        let refused = |paths: &[PathBuf], kind: Kind, part: &str| {
+        let refused = |paths: &[PathBuf], kind: ErrorKind, part: &str| {
             let failure = shards_of(paths).unwrap_err();
             assert!(failure.kind == kind && failure.message.contains(part), "{failure:?}");
         };
-        refused(&[at("no")], Kind::NotFound, "no");
-        refused(&[at("d")], Kind::Invalid, "no file");
+        refused(&[at("no")], ErrorKind::NotFound, "no");
+        refused(&[at("d")], ErrorKind::Invalid, "no file");
         fs::write(at("x"), "").unwrap();
         fs::write(at("d/x"), "").unwrap();
-        refused(&[at("x"), at("d")], Kind::Invalid, "both be the shard x");
-        refused(&[at("x"), at("x")], Kind::Invalid, "both be the shard x");
+        refused(&[at("x"), at("d")], ErrorKind::Invalid, "both be the shard x");
+        refused(&[at("x"), at("x")], ErrorKind::Invalid, "both be the shard x");
         symlink(at("x"), at("d/e/link")).unwrap();
-        refused(&[at("d")], Kind::Invalid, "d/e/link is a symbolic link");
+        refused(&[at("d")], ErrorKind::Invalid, "d/e/link is a symbolic link");
         use std::os::unix::ffi::OsStrExt;
         let strange = folder.path().join(std::ffi::OsStr::from_bytes(b"\xff"));
         fs::write(&strange, "").unwrap();
-        refused(&[strange], Kind::Invalid, "UTF-8");
+        refused(&[strange], ErrorKind::Invalid, "UTF-8");
     }
 }

@@ -21,7 +21,7 @@ use crate::clock::SystemClock;
 use crate::config::ClientConfig;
 use crate::entropy::SystemEntropy;
 use crate::id::Job;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::identity::Identity;
 use crate::trainer::StagingError;
 use crate::trainer::daemon::{Running, Settings, StagingDaemon};
@@ -92,7 +92,8 @@ async fn serve(
     let identity = connect::identity(&config.membership)?;
     let mut signals = Signals::new()?;
     priority::lower_session(config.staging.nice);
-    let failed = |error| Failure::new(Kind::Io, format!("the threads for heavy work: {error}"));
+    let failed =
+        |error| Failure::new(ErrorKind::Io, format!("the threads for heavy work: {error}"));
     let background = priority::Background::start(config.staging.nice).map_err(failed)?;
     let keeper = client_on(Handle::current(), &identity, config).await?;
     let client = client_on(background.handle(), &identity, config).await?;
@@ -133,9 +134,9 @@ async fn client_on(
     let seeds = config.membership.seeds.iter().map(ToString::to_string).collect();
     let (identity, congestion) = (identity.clone(), config.congestion);
     let made = runtime
-        .spawn(async move { Client::unconnected(&identity, seeds, congestion).await })
+        .spawn(async move { Client::new_unconnected(&identity, seeds, congestion).await })
         .await
-        .map_err(|error| Failure::new(Kind::Internal, format!("a task died: {error}")))?;
+        .map_err(|error| Failure::new(ErrorKind::Internal, format!("a task died: {error}")))?;
     made.map_err(|error| connect::failure(&error))
 }
 
@@ -182,14 +183,14 @@ async fn until_end(
         let message =
             "the staging folder was taken away under the daemon; all that was staged is committed";
         let hint = "start it again; `RemoveIPC=no` keeps systemd-logind from removing a user's shared memory";
-        return Err(Failure::new(Kind::Unavailable, message).with_hint(hint));
+        return Err(Failure::new(ErrorKind::Unavailable, message).with_hint(hint));
     }
     if left.is_empty() {
         return Ok(Box::new(Ended));
     }
     let message = format!("ended while steps were not committed:\n  {}", left.join("\n  "));
     let hint = "start it again on this host: what all ranks had staged goes on from memory";
-    Err(Failure::new(Kind::Unavailable, message).with_hint(hint))
+    Err(Failure::new(ErrorKind::Unavailable, message).with_hint(hint))
 }
 
 struct Ended;
@@ -221,11 +222,11 @@ async fn ask(dir: PathBuf, config: &ClientConfig, request: Request) -> Outcome {
         let (answer, _) = session.ask("the staging daemon", &request, &mut wait)?;
         Ok((answer, session.daemon_pid()))
     });
-    let died = |error| Failure::new(Kind::Internal, format!("a task died: {error}"));
+    let died = |error| Failure::new(ErrorKind::Internal, format!("a task died: {error}"));
     match asked.await.map_err(died)?.map_err(|error: StagingError| failure(&error))? {
         (Told::Status(status), pid) => Ok(Box::new(Held { status, pid })),
         (Told::Freed { bytes }, _) => Ok(Box::new(Freed(bytes))),
-        _ => Err(Failure::new(Kind::Internal, "the daemon gave another answer")),
+        _ => Err(Failure::new(ErrorKind::Internal, "the daemon gave another answer")),
     }
 }
 

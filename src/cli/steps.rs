@@ -15,7 +15,7 @@ use super::{Front, Outcome, connect, tensors};
 use crate::client::ShowReport;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{NodeId, PeerName};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
 use crate::wire::calls::{RemoveAnswer, StepView};
 
@@ -50,7 +50,7 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     let answer = client.remove(&options.step.job, options.step.step).await;
     connect::close(&client).await;
     let answer = answer.map_err(|error| match error.kind() {
-        Kind::Fenced => connect::failure(&error).with_hint(format!(
+        ErrorKind::Fenced => connect::failure(&error).with_hint(format!(
             "`rapidraid show {}` shows the save that is there now",
             options.step
         )),

@@ -19,7 +19,7 @@ use crate::client::{
 use crate::clock::{Clock, SystemClock};
 use crate::format::save_record::{MAX_SAVE_RECORD_BYTES, SaveRecord};
 use crate::id::{Job, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::store::RealDisk;
 use crate::units::ByteCount;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, StripeReport};
@@ -61,7 +61,7 @@ pub fn named(job: &Job, step: Option<Step>) -> String {
 pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     if options.plan == PlanWord::Chain && options.codec == CodecWord::ReedSolomonErasure {
         let message = "the codec reed-solomon-erasure cannot run a chain";
-        return Err(Failure::new(Kind::Invalid, message)
+        return Err(Failure::new(ErrorKind::Invalid, message)
             .with_hint("add --plan star, or leave --codec away"));
     }
     let client = connect::client(&options.connect, &front.env).await?;
@@ -124,7 +124,9 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
         }
         (None, None) => {
             let message = "neither a step nor a record was named";
-            return Err(Failure::new(Kind::Invalid, message).with_hint("name JOB/STEP or --record"));
+            return Err(
+                Failure::new(ErrorKind::Invalid, message).with_hint("name JOB/STEP or --record")
+            );
         }
     };
     let took = clock.now();

@@ -10,7 +10,7 @@ use super::printer::Answer;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::{counted, listed, named, pace, read_through, watch};
 use super::{Front, Outcome, connect};
-use crate::client::{Away, Fault, Held, VerifyReport, Wrong};
+use crate::client::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
 use crate::clock::{Clock, SystemClock};
 use crate::units::ByteCount;
 
@@ -50,12 +50,12 @@ fn fault_json(fault: &Fault) -> Value {
 
 /// `2 replicas damaged, 1 piece missing`; the count of what is not listed is in the last part.
 fn summary(faults: &[Fault], count: u64) -> String {
-    let kind = |held: Held| match held {
-        Held::Replica(_) => "replica",
-        Held::Piece(_) => "piece",
+    let kind = |held: HeldItem| match held {
+        HeldItem::Replica(_) => "replica",
+        HeldItem::Piece(_) => "piece",
         _ => "record",
     };
-    let is_missing = |fault: &Fault| fault.wrong == Wrong::Missing;
+    let is_missing = |fault: &Fault| fault.wrong == Problem::Missing;
     let mut parts = Vec::new();
     for (missing, word) in [(false, "damaged"), (true, "missing")] {
         for of in ["replica", "piece", "record"] {
@@ -76,9 +76,9 @@ fn summary(faults: &[Fault], count: u64) -> String {
 }
 
 /// A line for each reason, with the nodes that have it.
-fn by_reason(away: &[Away]) -> Vec<String> {
+fn by_reason(away: &[AbsentNode]) -> Vec<String> {
     let mut nodes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for Away { node, reason } in away {
+    for AbsentNode { node, reason } in away {
         nodes.entry(reason).or_default().push(node);
     }
     nodes.iter().map(|(reason, nodes)| format!("{} ({reason})", nodes.join(", "))).collect()
@@ -217,7 +217,7 @@ impl Verified {
         let is_replica = |fault: &Fault| {
             matches!(
                 (fault.held, fault.wrong),
-                (Held::Replica(_), Wrong::Grains(_) | Wrong::Damaged)
+                (HeldItem::Replica(_), Problem::Grains(_) | Problem::Damaged)
             )
         };
         let mut lines = Vec::new();

@@ -9,7 +9,8 @@ use crate::id::{Epoch, PeerName};
 use crate::net::Address;
 use crate::net::call::address;
 use crate::wire::calls::{
-    Hello, MoveAnswer, MoveCatalogue, PolicyStatus, Rebuild, RebuildAnswer, RemoveNode,
+    GetPolicyStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer, RebuildCatalogue,
+    RemoveNode,
 };
 use crate::wire::policy::PolicyAnswer;
 
@@ -37,7 +38,7 @@ impl Client {
         on: Option<&Address>,
         accept_loss: bool,
     ) -> Result<RebuildAnswer, ClientError> {
-        let call = Rebuild { accept_loss };
+        let call = RebuildCatalogue { accept_loss };
         match on {
             Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
             None => self.ask_once(&call, REBUILD_LIMIT).await,
@@ -45,7 +46,7 @@ impl Client {
     }
 
     /// Has the daemon `on` copy the catalogue from the one that serves it, and serve it from then on (docs/semantics.md, 8).
-    pub async fn move_catalogue(&self, on: &Address) -> Result<MoveAnswer, ClientError> {
+    pub async fn move_catalogue(&self, on: &Address) -> Result<MoveCatalogueAnswer, ClientError> {
         Ok(self.caller().call_within(on, &MoveCatalogue {}, REBUILD_LIMIT).await?)
     }
 
@@ -56,16 +57,16 @@ impl Client {
 
     /// The nodes and what they hold, asked of the nodes themselves: also while no catalogue answers, or one that changes nothing.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
-        let nodes = self.reports(self.known_nodes().await?).await;
+        let nodes = self.fetch_node_reports(self.known_nodes().await?).await;
         let hello = self.ask(&Hello { me: None }).await?;
         let policy = match &hello.catalogue {
             Some(home) => {
                 let to = address(home);
-                self.caller().call_within(&to, &PolicyStatus {}, HELLO_LIMIT).await.ok()
+                self.caller().call_within(&to, &GetPolicyStatus {}, HELLO_LIMIT).await.ok()
             }
             None => None,
         };
-        let catalogue = self.catalogue_report().await?;
+        let catalogue = self.fetch_catalogue_report().await?;
         Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy })
     }
 }

@@ -4,7 +4,7 @@ use super::connection::Client;
 use super::error::ClientError;
 use crate::id::{Job, Step};
 use crate::net::call::address;
-use crate::wire::calls::{Archive, ArchiveEvent, ArchiveOptions, StripeReport};
+use crate::wire::calls::{ArchiveEvent, ArchiveOptions, ArchiveStep, StripeReport};
 
 /// How an archiving went.
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ impl Client {
     ) -> Result<ArchiveReport, ClientError> {
         let step = match step {
             Some(step) => step,
-            None => self.find(job, None).await?.step.step,
+            None => self.fetch_step(job, None).await?.step.step,
         };
         let report = self.watch_archive(job, step, options, on_event).await;
         if let Err(ClientError::Call(error)) = &report
@@ -52,8 +52,8 @@ impl Client {
         options: ArchiveOptions,
         on_event: &mut (dyn FnMut(&ArchiveEvent) + Send),
     ) -> Result<ArchiveReport, ClientError> {
-        let gateway = self.gateway().await?;
-        let call = Archive { job: job.clone(), step, options };
+        let gateway = self.find_gateway().await?;
+        let call = ArchiveStep { job: job.clone(), step, options };
         let mut exchange = self.caller().open(&address(&gateway), &call).await?;
         exchange.finish().await?;
         let mut report = ArchiveReport {

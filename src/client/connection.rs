@@ -13,7 +13,7 @@ use crate::config::Congestion;
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::format::records::Node;
 use crate::id::ClusterId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::identity::Identity;
 use crate::net::pool::Pool;
@@ -21,7 +21,7 @@ use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::net::{Address, Transport};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::topology::Directory;
-use crate::wire::calls::{Hello, Members, Nodes};
+use crate::wire::calls::{Hello, ListMembers, ListNodes};
 use crate::wire::{Call, NodeAddress};
 use crate::workers::Workers;
 
@@ -56,7 +56,7 @@ pub struct Progress {
 pub type ProgressFn = Arc<dyn Fn(Progress) + Send + Sync>;
 
 /// Addresses for an error: the first of many.
-pub fn listed(addresses: &[String]) -> String {
+pub fn join_some(addresses: &[String]) -> String {
     let shown = addresses.iter().take(SHOWN_SEEDS).cloned().collect::<Vec<_>>().join(", ");
     match addresses.len().saturating_sub(SHOWN_SEEDS) {
         0 => shown,
@@ -78,11 +78,11 @@ struct Inner {
     cluster: OnceLock<ClusterId>,
     entropy: Arc<dyn Entropy>,
     workers: Workers,
-    lease_keeper: OnceLock<LeaseKeeper>,
+    lease_keeper: OnceLock<LeaseClient>,
 }
 
 /// Keeps leases for another client.
-struct LeaseKeeper {
+struct LeaseClient {
     client: Client,
     runtime: Handle,
 }
@@ -110,13 +110,13 @@ impl Client {
         seeds: Vec<String>,
         congestion: Congestion,
     ) -> Result<Self, ClientError> {
-        let client = Self::unconnected(identity, seeds, congestion).await?;
-        client.gateway().await?;
+        let client = Self::new_unconnected(identity, seeds, congestion).await?;
+        client.find_gateway().await?;
         Ok(client)
     }
 
     /// The same, but the first call connects: for whoever has to begin also while no daemon answers.
-    pub async fn unconnected(
+    pub async fn new_unconnected(
         identity: &Identity,
         seeds: Vec<String>,
         congestion: Congestion,
@@ -127,11 +127,11 @@ impl Client {
         let (transport, entropy) = (Arc::new(transport), Arc::new(SystemEntropy));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = Workers::new(cores.clamp(MIN_WORKERS, MAX_WORKERS));
-        Ok(Self::over(transport, clock, entropy, workers, seeds))
+        Ok(Self::with_transport(transport, clock, entropy, workers, seeds))
     }
 
     /// A client over any transport: for clusters in one process.
-    pub fn over(
+    pub fn with_transport(
         transport: Arc<dyn Transport>,
         clock: Arc<dyn Clock>,
         entropy: Arc<dyn Entropy>,
@@ -150,7 +150,7 @@ impl Client {
     /// Lets `keeper` keep the leases of this client's saves, by tasks on `runtime`. The threads of this client may then be slow without a lease
     /// that ends: the other client has connections of its own. The first call decides.
     pub fn keep_leases_by(&self, keeper: Client, runtime: Handle) {
-        let _ = self.inner.lease_keeper.set(LeaseKeeper { client: keeper, runtime });
+        let _ = self.inner.lease_keeper.set(LeaseClient { client: keeper, runtime });
     }
 
     pub(super) fn caller(&self) -> &Arc<Caller> {
@@ -176,11 +176,11 @@ impl Client {
 
     /// The nodes of the cluster, as the gateway last heard of them: also while no catalogue answers.
     pub async fn members(&self) -> Result<Vec<Node>, ClientError> {
-        self.ask(&Members {}).await
+        self.ask(&ListMembers {}).await
     }
 
     /// A daemon that answers. A few seeds are asked at once, and more and more of them while none does.
-    pub(super) async fn gateway(&self) -> Result<NodeAddress, ClientError> {
+    pub(super) async fn find_gateway(&self) -> Result<NodeAddress, ClientError> {
         let known = self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(known) = known {
             return Ok(known);
@@ -215,7 +215,7 @@ impl Client {
                         return Ok(gateway);
                     }
                     // A certificate that has expired, say: that more daemons are started does not help.
-                    Err(error) if error.kind() == Kind::Denied => denied = Some(error),
+                    Err(error) if error.kind() == ErrorKind::Denied => denied = Some(error),
                     Err(error) => {
                         reason = error.to_string();
                         is_silent = true;
@@ -227,7 +227,10 @@ impl Client {
                 if let Some(denied) = denied.filter(|_| !is_silent) {
                     return Err(denied.into());
                 }
-                return Err(ClientError::Unreachable { seeds: listed(&self.inner.seeds), reason });
+                return Err(ClientError::Unreachable {
+                    seeds: join_some(&self.inner.seeds),
+                    reason,
+                });
             }
         }
     }
@@ -241,7 +244,7 @@ impl Client {
         let mut round = 0;
         loop {
             round += 1;
-            let gateway = self.gateway().await?;
+            let gateway = self.find_gateway().await?;
             match self.caller().call_within(&address(&gateway), call, limit).await {
                 Ok(answer) => return Ok(answer),
                 Err(error) if error.is_unanswered() && round < ROUNDS => self.set_gateway(None),
@@ -256,7 +259,7 @@ impl Client {
         call: &C,
         limit: Duration,
     ) -> Result<C::Answer, ClientError> {
-        let gateway = self.gateway().await?;
+        let gateway = self.find_gateway().await?;
         let answer = self.caller().call_within(&address(&gateway), call, limit).await;
         if answer.as_ref().is_err_and(CallError::is_unanswered) {
             self.set_gateway(None);
@@ -269,15 +272,15 @@ impl Client {
     }
 
     /// The cluster, as the first gateway named it.
-    pub(super) async fn cluster(&self) -> Result<ClusterId, ClientError> {
+    pub(super) async fn fetch_cluster_id(&self) -> Result<ClusterId, ClientError> {
         match self.inner.cluster.get() {
             Some(known) => Ok(*known),
             None => Ok(self.ask(&Hello { me: None }).await?.cluster),
         }
     }
 
-    pub(super) async fn directory(&self) -> Result<Directory, ClientError> {
-        Ok(Directory::new(self.ask(&Nodes {}).await?))
+    pub(super) async fn fetch_directory(&self) -> Result<Directory, ClientError> {
+        Ok(Directory::new(self.ask(&ListNodes {}).await?))
     }
 
     /// Closes all connections.

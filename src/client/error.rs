@@ -7,7 +7,7 @@ use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
 use crate::format::table::TableError;
 use crate::id::{ClusterId, Job, ShardName, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::call::CallError;
 use crate::pipeline::read::{Lost, ReadError};
@@ -211,25 +211,25 @@ fn lines(lost: &[Lost]) -> String {
 
 impl ClientError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            ClientError::Unreachable { .. } | ClientError::NoCatalogue => Kind::Unavailable,
+            ClientError::Unreachable { .. } | ClientError::NoCatalogue => ErrorKind::Unavailable,
             ClientError::NoStep { .. }
             | ClientError::Removed { .. }
             | ClientError::NoShard { .. }
-            | ClientError::NoIndex { .. } => Kind::NotFound,
+            | ClientError::NoIndex { .. } => ErrorKind::NotFound,
             ClientError::Index { source, .. } => source.kind(),
             ClientError::DuplicateName { .. }
             | ClientError::NoShards
             | ClientError::RangeOfMany
             | ClientError::OtherCluster { .. }
             | ClientError::Range { .. }
-            | ClientError::PathConflict { .. } => Kind::Invalid,
-            ClientError::Lost { .. } => Kind::Lost,
-            ClientError::FileExists { .. } | ClientError::InTheWay { .. } => Kind::Exists,
+            | ClientError::PathConflict { .. } => ErrorKind::Invalid,
+            ClientError::Lost { .. } => ErrorKind::Lost,
+            ClientError::FileExists { .. } | ClientError::InTheWay { .. } => ErrorKind::Exists,
             ClientError::Output { source, .. } => source.kind(),
-            ClientError::Input { .. } | ClientError::SaveId { .. } => Kind::Io,
-            ClientError::CalledOff { .. } => Kind::Corrupt,
+            ClientError::Input { .. } | ClientError::SaveId { .. } => ErrorKind::Io,
+            ClientError::CalledOff { .. } => ErrorKind::Corrupt,
             ClientError::Call(error) => error.kind(),
             ClientError::Net(error) => error.kind(),
             ClientError::Save(error) => error.kind(),
@@ -239,7 +239,7 @@ impl ClientError {
             ClientError::Code(error) => error.kind(),
             ClientError::Geometry(error) => error.kind(),
             ClientError::Format(error) => error.kind(),
-            ClientError::Worker(_) => Kind::Internal,
+            ClientError::Worker(_) => ErrorKind::Internal,
         }
     }
 
@@ -256,12 +256,16 @@ impl ClientError {
 }
 
 /// What the CLI prints under a failure.
-pub(crate) fn hint_for(kind: Kind) -> Option<&'static str> {
+pub(crate) fn hint_for(kind: ErrorKind) -> Option<&'static str> {
     match kind {
-        Kind::Unavailable | Kind::Timeout => Some("`rapidraid status` shows which nodes are live"),
-        Kind::Busy => Some("try again in a moment"),
-        Kind::Lost => Some("bring back nodes that hold what is missing, then run it again"),
-        Kind::Denied => Some("check that the certificate is of this cluster and of the right role"),
+        ErrorKind::Unavailable | ErrorKind::Timeout => {
+            Some("`rapidraid status` shows which nodes are live")
+        }
+        ErrorKind::Busy => Some("try again in a moment"),
+        ErrorKind::Lost => Some("bring back nodes that hold what is missing, then run it again"),
+        ErrorKind::Denied => {
+            Some("check that the certificate is of this cluster and of the right role")
+        }
         _ => None,
     }
 }

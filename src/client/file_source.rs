@@ -6,25 +6,25 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use crate::pipeline::upload::Source;
+use crate::pipeline::upload::ShardSource;
 
 /// A file, read where it lies. Its length is what it was when it was opened.
 #[derive(Debug)]
 pub struct FileSource {
     file: File,
-    opened_as: Look,
+    opened_as: FileStamp,
     may_change: bool,
 }
 
 /// A file's length and times: they change with its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Look {
+struct FileStamp {
     len_bytes: u64,
     modified: (i64, i64),
     changed: (i64, i64),
 }
 
-impl Look {
+impl FileStamp {
     fn at(metadata: &Metadata) -> Self {
         Self {
             len_bytes: metadata.len(),
@@ -46,7 +46,7 @@ impl FileSource {
         if metadata.len() == 0 && file.read_at(&mut [0], 0)? > 0 {
             return refuse("it has bytes and says that its length is 0: copy it to a disk first");
         }
-        Ok(Self { file, opened_as: Look::at(&metadata), may_change: false })
+        Ok(Self { file, opened_as: FileStamp::at(&metadata), may_change: false })
     }
 
     /// The same file, saved also when it changes meanwhile: some of its bytes may then be older than others.
@@ -56,11 +56,11 @@ impl FileSource {
 
     /// Whether its length or its times are others than when it was opened.
     pub fn has_changed(&self) -> io::Result<bool> {
-        Ok(Look::at(&self.file.metadata()?) != self.opened_as)
+        Ok(FileStamp::at(&self.file.metadata()?) != self.opened_as)
     }
 }
 
-impl Source for FileSource {
+impl ShardSource for FileSource {
     fn len_bytes(&self) -> u64 {
         self.opened_as.len_bytes
     }

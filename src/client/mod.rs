@@ -29,13 +29,13 @@ mod verify;
 
 pub use admin::StatusReport;
 pub use archive::ArchiveReport;
-pub use connection::{Client, Progress, ProgressFn, listed};
+pub use connection::{Client, Progress, ProgressFn, join_some};
 pub use error::ClientError;
 pub use file_source::FileSource;
 pub use node_reports::{CatalogueReport, NodeReport};
 pub use restore::{Index, MemorySink, ReadRange, RestoreReport, RestoreRequest};
 pub use save::{NewShard, SaveCode, SaveDriver, SaveFate, SaveOptions, SaveReport};
 pub use steps::ShowReport;
-pub use verify::{Away, Fault, Held, VerifyReport, Wrong};
+pub use verify::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
 
 pub use crate::pipeline::read::Sink;

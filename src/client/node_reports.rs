@@ -11,7 +11,7 @@ use crate::id::PeerName;
 use crate::net::call::address;
 use crate::wire::NodeAddress;
 use crate::wire::calls::{
-    CHANGES_NOTHING, Hello, HelloAnswer, NodeStatus, NodeStatusAnswer, NodeView, Nodes,
+    CHANGES_NOTHING, GetNodeStatus, Hello, HelloAnswer, ListNodes, NodeStatusAnswer, NodeView,
 };
 
 /// A node that does not answer a hello within this counts as silent.
@@ -46,7 +46,7 @@ fn node_address(node: &Node) -> NodeAddress {
 impl Client {
     /// Returns the nodes on the catalogue's list, or those that the gateway remembers while no catalogue answers.
     pub(super) async fn known_nodes(&self) -> Result<Vec<NodeView>, ClientError> {
-        match self.ask(&Nodes {}).await {
+        match self.ask(&ListNodes {}).await {
             Ok(nodes) => Ok(nodes),
             Err(error) if error.kind().is_transient() => {
                 let members = self.members().await.map_err(|_| error)?;
@@ -56,21 +56,21 @@ impl Client {
         }
     }
 
-    async fn hello_of(&self, node: &Node) -> Option<HelloAnswer> {
+    async fn fetch_hello(&self, node: &Node) -> Option<HelloAnswer> {
         let to = address(&node_address(node));
         self.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await.ok()
     }
 
     /// Asks each node for a hello and its holdings.
-    pub(super) async fn reports(&self, nodes: Vec<NodeView>) -> Vec<NodeReport> {
+    pub(super) async fn fetch_node_reports(&self, nodes: Vec<NodeView>) -> Vec<NodeReport> {
         let asks: Vec<_> = nodes
             .into_iter()
             .map(|view| async move {
-                let hello = self.hello_of(&view.node).await;
+                let hello = self.fetch_hello(&view.node).await;
                 let held = match &hello {
                     Some(_) => {
                         let to = node_address(&view.node);
-                        self.caller().call(&to, &NodeStatus {}).await.ok()
+                        self.caller().call(&to, &GetNodeStatus {}).await.ok()
                     }
                     None => None,
                 };
@@ -83,11 +83,11 @@ impl Client {
     }
 
     /// Returns the nodes; a node that answers without a lease counts as live.
-    pub(super) async fn with_answers(&self, nodes: Vec<NodeView>) -> Vec<NodeView> {
+    pub(super) async fn probe_liveness(&self, nodes: Vec<NodeView>) -> Vec<NodeView> {
         let asks: Vec<_> = nodes
             .into_iter()
             .map(|mut view| async move {
-                view.live = view.live || self.hello_of(&view.node).await.is_some();
+                view.live = view.live || self.fetch_hello(&view.node).await.is_some();
                 view
             })
             .collect();
@@ -97,12 +97,13 @@ impl Client {
     }
 
     /// Returns the state of the catalogue.
-    pub(super) async fn catalogue_report(&self) -> Result<CatalogueReport, ClientError> {
+    pub(super) async fn fetch_catalogue_report(&self) -> Result<CatalogueReport, ClientError> {
         let Some(home) = self.ask(&Hello { me: None }).await?.catalogue else {
             let why = "no node serves the catalogue: start the daemon that did, or `rapidraid catalogue rebuild`";
             return Ok(CatalogueReport { home: None, unchanged: Some(why.to_owned()) });
         };
-        let asked = self.caller().call_within(&address(&home), &NodeStatus {}, HELLO_LIMIT).await;
+        let asked =
+            self.caller().call_within(&address(&home), &GetNodeStatus {}, HELLO_LIMIT).await;
         let unchanged = match asked {
             Ok(status) => status.notes.into_iter().find(|note| note.starts_with(CHANGES_NOTHING)),
             Err(_) => Some(format!(

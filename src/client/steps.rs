@@ -5,7 +5,8 @@ use super::error::ClientError;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{Job, SaveId, Step};
 use crate::wire::calls::{
-    Hello, List, NodeView, PolicyStatus, Remove, RemoveAnswer, Show, ShowAnswer, StepView,
+    GetPolicyStatus, Hello, ListSteps, NodeView, RemoveAnswer, RemoveStep, ShowStep,
+    ShowStepAnswer, StepView,
 };
 
 /// Everything about one step.
@@ -26,7 +27,7 @@ impl Client {
     pub async fn list(&self, job: Option<&Job>) -> Result<Vec<StepView>, ClientError> {
         let (mut steps, mut after) = (Vec::new(), None);
         loop {
-            let page = self.ask(&List { job: job.cloned(), after }).await?;
+            let page = self.ask(&ListSteps { job: job.cloned(), after }).await?;
             steps.extend(page.steps);
             match page.next {
                 Some(next) => after = Some(next),
@@ -35,17 +36,17 @@ impl Client {
         }
     }
 
-    pub(super) async fn find(
+    pub(super) async fn fetch_step(
         &self,
         job: &Job,
         step: Option<Step>,
-    ) -> Result<ShowAnswer, ClientError> {
-        let call = Show { job: job.clone(), step, first_shard: 0 };
+    ) -> Result<ShowStepAnswer, ClientError> {
+        let call = ShowStep { job: job.clone(), step, first_shard: 0 };
         let mut answer = self.ask(&call).await?;
         while (answer.shards.len() as u64) < u64::from(answer.step.saved.shards) {
             let first_shard = answer.shards.len() as u32;
             let page = self
-                .ask(&Show { job: job.clone(), step: Some(answer.step.step), first_shard })
+                .ask(&ShowStep { job: job.clone(), step: Some(answer.step.step), first_shard })
                 .await?;
             if page.step.saved != answer.step.saved || page.shards.is_empty() {
                 return Err(ClientError::Removed { job: job.clone(), step: answer.step.step });
@@ -57,7 +58,7 @@ impl Client {
 
     /// Everything about a committed step (`None`: the latest).
     pub async fn show(&self, job: &Job, step: Option<Step>) -> Result<ShowReport, ClientError> {
-        let found = self.find(job, step).await?;
+        let found = self.fetch_step(job, step).await?;
         let step = found.step;
         let shards = found.shards.into_iter().map(|(root, state)| match state {
             Some(state) => Ok((root, state)),
@@ -69,22 +70,24 @@ impl Client {
         let is_well = !step.by_marks && nodes.iter().all(|view| view.live);
         let (nodes, unchanged) = match is_well {
             true => (nodes, None),
-            false => (self.with_answers(nodes).await, self.catalogue_report().await?.unchanged),
+            false => {
+                (self.probe_liveness(nodes).await, self.fetch_catalogue_report().await?.unchanged)
+            }
         };
         Ok(ShowReport { step, shards, nodes, unchanged })
     }
 
     /// Removes a committed step: the save that it is now. One that replaces it meanwhile stays, however late the request comes through.
     pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
-        let save = self.look_up(job, step).await?;
+        let save = self.find_save(job, step).await?;
         // Asked once: a repeat could report as missing what the first has removed.
-        self.ask_once(&Remove { job: job.clone(), step, save }, LONG_LIMIT).await
+        self.ask_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
     }
 
     /// Which save a step is.
-    async fn look_up(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
+    async fn find_save(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
         let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
-        let page = self.ask(&List { job: Some(job.clone()), after: before }).await?;
+        let page = self.ask(&ListSteps { job: Some(job.clone()), after: before }).await?;
         let found = page.steps.into_iter().find(|view| view.step == step);
         let found = found.ok_or_else(|| ClientError::NoStep { job: job.clone(), step })?;
         Ok(found.saved.save)
@@ -94,7 +97,7 @@ impl Client {
     pub async fn retention(&self, job: &Job) -> Result<Option<u32>, ClientError> {
         let hello = self.ask(&Hello { me: None }).await?;
         let home = hello.catalogue.ok_or(ClientError::NoCatalogue)?;
-        let policy = self.caller().call(&home, &PolicyStatus {}).await?;
+        let policy = self.caller().call(&home, &GetPolicyStatus {}).await?;
         let own = policy.rules.iter().find(|rule| rule.job.as_ref() == Some(job));
         Ok(own.or(policy.rules.first()).and_then(|rule| rule.keep_newest))
     }

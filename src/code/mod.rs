@@ -36,7 +36,7 @@ pub use reconstruct::reconstruct;
 pub use rs::RsCode;
 
 use crate::gf::{GfError, Matrix};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The most pieces of a code: it bounds every record, and the unknowns of a chain fit in 64 bits.
 pub const MAX_PIECES: usize = 32;
@@ -268,14 +268,14 @@ pub enum CodeError {
 
 impl CodeError {
     /// What kind of failure it is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            CodeError::Lost { .. } => Kind::Lost,
-            CodeError::NotFound { .. } => Kind::NotFound,
-            CodeError::Claim { .. } => Kind::Corrupt,
-            CodeError::Defect { .. } => Kind::Internal,
+            CodeError::Lost { .. } => ErrorKind::Lost,
+            CodeError::NotFound { .. } => ErrorKind::NotFound,
+            CodeError::Claim { .. } => ErrorKind::Corrupt,
+            CodeError::Defect { .. } => ErrorKind::Internal,
             CodeError::Gf(error) => error.kind(),
-            _ => Kind::Invalid,
+            _ => ErrorKind::Invalid,
         }
     }
 }

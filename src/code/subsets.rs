@@ -62,7 +62,7 @@ fn random_rows(layout: Layout, order: &[usize], draw: u64) -> Vec<Vec<Mersenne61
 /// Counts dependent subsets up to a little past `limit`.
 fn count<E: Element>(rows: &[Vec<E>], limit: u64) -> u64 {
     let mut dependent = 0;
-    Walk::new(rows, |pivots: Option<&[E]>, subsets| {
+    SubsetIter::new(rows, |pivots: Option<&[E]>, subsets| {
         dependent += if pivots.is_none() { subsets } else { 0 };
         dependent <= limit
     })
@@ -74,7 +74,7 @@ fn count<E: Element>(rows: &[Vec<E>], limit: u64) -> u64 {
 /// does not change the sign, so each is the product of the pivots.
 pub(super) fn determinants(rows: &[Vec<u8>]) -> Vec<u8> {
     let mut all = Vec::new();
-    Walk::new(rows, |pivots: Option<&[u8]>, subsets| {
+    SubsetIter::new(rows, |pivots: Option<&[u8]>, subsets| {
         let value = pivots.map_or(0, |pivots| pivots.iter().fold(1, |a, &b| a.mul(b)));
         all.extend(std::iter::repeat_n(value, subsets as usize));
         true
@@ -85,7 +85,7 @@ pub(super) fn determinants(rows: &[Vec<u8>]) -> Vec<u8> {
 
 /// A walk over all subsets of k rows in lexicographic order, eliminating as it goes. `visit` gets the pivots of
 /// an independent subset, or how many subsets share a dependent beginning; it returns whether to go on.
-struct Walk<'a, E, V> {
+struct SubsetIter<'a, E, V> {
     rows: &'a [Vec<E>],
     cols: usize,
     /// Reduced rows with the column of their pivot, which is scaled to 1.
@@ -95,7 +95,7 @@ struct Walk<'a, E, V> {
     visit: V,
 }
 
-impl<'a, E: Element, V: FnMut(Option<&[E]>, u64) -> bool> Walk<'a, E, V> {
+impl<'a, E: Element, V: FnMut(Option<&[E]>, u64) -> bool> SubsetIter<'a, E, V> {
     fn new(rows: &'a [Vec<E>], visit: V) -> Self {
         let cols = rows.first().map_or(0, Vec::len);
         Self { rows, cols, basis: Vec::new(), pivots: Vec::new(), visit }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Where a value came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -97,8 +97,8 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// Always [`Kind::Invalid`]: only another configuration helps.
-    pub fn kind(&self) -> Kind {
-        Kind::Invalid
+    /// Always [`ErrorKind::Invalid`]: only another configuration helps.
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Invalid
     }
 }

@@ -1,7 +1,7 @@
 //! The settings read as the page says, and mistakes are named with their line.
 
 use super::*;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::KIB;
 
 const ID: &str = "00112233445566778899aabbccddeeff";
@@ -137,7 +137,7 @@ fn mistakes_are_named_with_place_finding_and_expectation() {
         let error = with(&format!("{base}{line}\n"), &[], &[]).unwrap_err();
         let message = error.to_string();
         assert!(message.contains(expected), "{line}\n  gives {message}\n  not   {expected}");
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
     }
     let error = with(&base, &[("RAPIDRAID_MEMORY", "lots")], &[]).unwrap_err().to_string();
     assert!(

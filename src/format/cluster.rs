@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::grain_set::GrainSet;
-use crate::id::{Epoch, MapId, PeerName};
+use crate::id::{DbId, Epoch, PeerName};
 
 /// A registered node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,7 +72,7 @@ pub struct SeenEpoch {
     /// The epoch.
     pub epoch: Epoch,
     /// The map of that epoch; `None` as long as the epoch was only heard of.
-    pub map: Option<MapId>,
+    pub map: Option<DbId>,
     /// Who claimed it from this node; `None` when nobody did.
     pub home: Option<Home>,
 }
@@ -81,7 +81,7 @@ pub struct SeenEpoch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heard {
     /// The catalogue's map.
-    pub map: MapId,
+    pub map: DbId,
     /// Its revision then.
     pub revision: u64,
 }

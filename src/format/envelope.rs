@@ -234,7 +234,7 @@ pub fn open_record<T: DeserializeOwned>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kind::Kind;
+    use crate::kind::ErrorKind;
 
     type Body = (u64, String, Vec<u8>);
 
@@ -264,7 +264,7 @@ mod tests {
         for bit in 0..good.len() * 8 {
             let mut bad = good.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(open(&bad).map_err(|e| e.kind()), Err(Kind::Corrupt), "bit {bit}");
+            assert_eq!(open(&bad).map_err(|e| e.kind()), Err(ErrorKind::Corrupt), "bit {bit}");
         }
         for len in 0..good.len() {
             assert!(open(&good[..len]).is_err(), "cut to {len}");
@@ -276,7 +276,7 @@ mod tests {
     fn a_later_version_is_not_corruption() {
         let later = seal_record(RecordKind::Fence, 2, &1u8).unwrap();
         let error = open(&later).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("upgrade"), "{error}");
         assert!(open_record::<u8>(RecordKind::Fence, 1..=2, &later).is_ok());
         assert!(open_record::<u8>(RecordKind::Receipt, 1..=2, &later).is_err());

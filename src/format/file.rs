@@ -290,7 +290,7 @@ pub fn parse_tail(file_bytes: u64, tail: &[u8]) -> Result<(FileHeader, GrainTree
 mod tests {
     use super::*;
     use crate::id::ShardId;
-    use crate::kind::Kind;
+    use crate::kind::ErrorKind;
 
     fn header(content: Content, data: &[u8]) -> FileHeader {
         FileHeader {
@@ -350,7 +350,7 @@ mod tests {
             for bit in data.len() * 8..good.len() * 8 {
                 let mut bad = good.clone();
                 bad[bit / 8] ^= 1 << (bit % 8);
-                assert_eq!(parse(&bad).map_err(|e| e.kind()), Err(Kind::Corrupt), "bit {bit}");
+                assert_eq!(parse(&bad).map_err(|e| e.kind()), Err(ErrorKind::Corrupt), "bit {bit}");
             }
             for cut in [0, 1, 31, 32, 33, good.len() - 1] {
                 assert!(parse(&good[..cut]).is_err(), "cut to {cut}");
@@ -375,7 +375,7 @@ mod tests {
         bytes[4] = 2;
         let sum = trailer_checksum(&bytes[..20]);
         bytes[20..].copy_from_slice(&sum);
-        assert_eq!(Trailer::parse(32, &bytes).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(Trailer::parse(32, &bytes).unwrap_err().kind(), ErrorKind::Invalid);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::{BLOCK_ALIGN_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES};
 
 /// The most nodes or blocks that a code may have here.
@@ -38,8 +38,8 @@ pub struct GeometryError {
 
 impl GeometryError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        Kind::Corrupt
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Corrupt
     }
 }
 

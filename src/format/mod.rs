@@ -19,7 +19,7 @@ pub mod table;
 pub mod tree;
 pub mod value;
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use envelope::RecordKind;
 
 /// Why bytes at rest are not what they should be.
@@ -110,16 +110,18 @@ pub enum FormatError {
 
 impl FormatError {
     /// What kind of failure this is. A version too new is *not* corruption: those bytes must be kept.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Magic { .. }
             | Self::Length { .. }
             | Self::Checksum { .. }
             | Self::RecordKind { .. }
             | Self::Body { .. }
-            | Self::Contradiction { .. } => Kind::Corrupt,
-            Self::TooLong { .. } | Self::Version { .. } | Self::FileName { .. } => Kind::Invalid,
-            Self::Encode { .. } => Kind::Internal,
+            | Self::Contradiction { .. } => ErrorKind::Corrupt,
+            Self::TooLong { .. } | Self::Version { .. } | Self::FileName { .. } => {
+                ErrorKind::Invalid
+            }
+            Self::Encode { .. } => ErrorKind::Internal,
         }
     }
 }

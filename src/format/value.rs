@@ -3,7 +3,7 @@
 //! A value is a tag byte and its content; numbers are varints as in the rest of the format (docs/format.md, "Plain values"). Nothing in it
 //! names code, so opening a checkpoint runs none.
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The deepest nesting.
 pub const MAX_DEPTH: usize = 64;
@@ -85,10 +85,10 @@ pub enum ValueError {
 
 impl ValueError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            ValueError::Length { .. } | ValueError::Malformed { .. } => Kind::Corrupt,
-            ValueError::Tag { .. } | ValueError::TooLarge { .. } => Kind::Invalid,
+            ValueError::Length { .. } | ValueError::Malformed { .. } => ErrorKind::Corrupt,
+            ValueError::Tag { .. } | ValueError::TooLarge { .. } => ErrorKind::Invalid,
         }
     }
 }

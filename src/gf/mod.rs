@@ -20,7 +20,7 @@ pub use matrix::Matrix;
 pub(crate) use matrix::add_scaled;
 pub use matrix16::Matrix16;
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Why a matrix, a kernel or a fingerprint could not do what was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -110,8 +110,8 @@ pub enum GfError {
 
 impl GfError {
     /// What kind of failure it is.
-    pub fn kind(&self) -> Kind {
-        Kind::Invalid
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Invalid
     }
 }
 

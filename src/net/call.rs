@@ -10,9 +10,9 @@ use super::frame::{FramedRecv, write_frame};
 use super::pool::Pool;
 use super::{ABANDONED, Address, Connection, NetError, RecvStream, SendStream};
 use crate::clock::{Clock, Elapsed, deadline};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::wire::{
-    Call, Failure, MAX_FRAME_BYTES, NodeAddress, WireError, parse_answer, request_to_bytes,
+    Call, MAX_FRAME_BYTES, NodeAddress, RemoteError, WireError, parse_answer, request_to_bytes,
 };
 
 /// A call did not give an answer.
@@ -51,16 +51,16 @@ pub enum CallError {
     },
     /// The other side refused or failed, and said why.
     #[error(transparent)]
-    Failed(#[from] Failure),
+    Failed(#[from] RemoteError),
 }
 
 impl CallError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
             CallError::Net { source, .. } => source.kind(),
             CallError::Wire { source, .. } => source.kind(),
-            CallError::Late { .. } => Kind::Timeout,
+            CallError::Late { .. } => ErrorKind::Timeout,
             CallError::Failed(failure) => failure.kind,
         }
     }

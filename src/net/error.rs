@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::ABANDONED;
 use super::identity::IdentityError;
 use crate::id::PeerName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Why something between two processes failed. Cloned when several callers wait for one connection, so
 /// causes from below are kept as their text.
@@ -148,27 +148,27 @@ pub enum NetError {
 }
 
 /// What the code of a stream or connection says about the failure.
-fn kind_of_code(code: u32) -> Kind {
-    if code == ABANDONED { Kind::Unavailable } else { Kind::from_wire_code(code) }
+fn kind_of_code(code: u32) -> ErrorKind {
+    if code == ABANDONED { ErrorKind::Unavailable } else { ErrorKind::from_wire_code(code) }
 }
 
 impl NetError {
     /// What kind of failure it is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            NetError::AddrInUse { .. } | NetError::Socket { .. } => Kind::Io,
-            NetError::Limit { .. } | NetError::FrameTooLong { .. } => Kind::Invalid,
+            NetError::AddrInUse { .. } | NetError::Socket { .. } => ErrorKind::Io,
+            NetError::Limit { .. } | NetError::FrameTooLong { .. } => ErrorKind::Invalid,
             NetError::Identity(error) => error.kind(),
             NetError::Resolve { .. } | NetError::Unreachable { .. } | NetError::ShutDown => {
-                Kind::Unavailable
+                ErrorKind::Unavailable
             }
-            NetError::ConnectTimeout { .. } => Kind::Timeout,
-            NetError::Refused { .. } | NetError::WrongPeer { .. } => Kind::Denied,
-            NetError::Busy { .. } | NetError::PoolFull { .. } => Kind::Busy,
+            NetError::ConnectTimeout { .. } => ErrorKind::Timeout,
+            NetError::Refused { .. } | NetError::WrongPeer { .. } => ErrorKind::Denied,
+            NetError::Busy { .. } | NetError::PoolFull { .. } => ErrorKind::Busy,
             NetError::Closed { code, .. } => kind_of_code(code.unwrap_or(ABANDONED)),
             NetError::Reset { code } | NetError::Stopped { code } => kind_of_code(*code),
-            NetError::Ended => Kind::Internal,
-            NetError::Truncated { .. } => Kind::Corrupt,
+            NetError::Ended => ErrorKind::Internal,
+            NetError::Truncated { .. } => ErrorKind::Corrupt,
         }
     }
 }
@@ -179,10 +179,10 @@ mod tests {
 
     #[test]
     fn a_code_from_the_other_side_keeps_its_kind() {
-        let fenced = Kind::Fenced.wire_code();
-        assert_eq!(NetError::Reset { code: fenced }.kind(), Kind::Fenced);
-        assert_eq!(NetError::Stopped { code: fenced }.kind(), Kind::Fenced);
-        assert_eq!(NetError::Reset { code: ABANDONED }.kind(), Kind::Unavailable);
+        let fenced = ErrorKind::Fenced.wire_code();
+        assert_eq!(NetError::Reset { code: fenced }.kind(), ErrorKind::Fenced);
+        assert_eq!(NetError::Stopped { code: fenced }.kind(), ErrorKind::Fenced);
+        assert_eq!(NetError::Reset { code: ABANDONED }.kind(), ErrorKind::Unavailable);
         let lost = NetError::Closed { peer: "node a".into(), code: None, reason: "lost".into() };
         assert!(lost.kind().is_transient());
     }

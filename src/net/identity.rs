@@ -21,7 +21,7 @@ use x509_parser::prelude::FromDer;
 
 use super::{Peer, Role, tls};
 use crate::id::{ClusterId, PeerName};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Why a certificate, a key or a key file cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -86,11 +86,11 @@ pub enum IdentityError {
 
 impl IdentityError {
     /// What kind of failure it is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            IdentityError::Malformed { .. } | IdentityError::NotANode { .. } => Kind::Invalid,
-            IdentityError::Issue { .. } => Kind::Internal,
-            _ => Kind::Denied,
+            IdentityError::Malformed { .. } | IdentityError::NotANode { .. } => ErrorKind::Invalid,
+            IdentityError::Issue { .. } => ErrorKind::Internal,
+            _ => ErrorKind::Denied,
         }
     }
 }

@@ -36,7 +36,7 @@ use crate::id::PeerName;
 pub const DEFAULT_PORT: u16 = 7440;
 
 /// The code of a stream or connection that was let go without a reason: its task ended or was cancelled.
-/// All other codes are those of [`crate::kind::Kind::wire_code`].
+/// All other codes are those of [`crate::kind::ErrorKind::wire_code`].
 pub const ABANDONED: u32 = 0;
 
 /// What a certificate lets its holder be.

@@ -11,7 +11,7 @@ use crate::clock::SystemClock;
 use crate::code::table;
 use crate::config::{Congestion, NodeConfig};
 use crate::entropy::SystemEntropy;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
@@ -75,9 +75,9 @@ pub enum NodeError {
 
 impl NodeError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            NodeError::Identity { .. } | NodeError::Code { .. } => Kind::Invalid,
+            NodeError::Identity { .. } | NodeError::Code { .. } => ErrorKind::Invalid,
             NodeError::Store(error) => error.kind(),
             NodeError::Kv(error) => error.kind(),
             NodeError::Net(error) => error.kind(),
@@ -204,9 +204,9 @@ impl Daemon {
         let node = Node::start(settings, parts)?;
         node.spawn(|node| node.stop_when(failed));
         if is_index_in_memory {
-            node.fullness.index_is_in_memory();
+            node.disk_space.note_index_in_memory();
         }
-        node.spawn(|node| node.keep_reserve(disk));
+        node.spawn(|node| node.run_reserve(disk));
         Ok(Self { node, address })
     }
 

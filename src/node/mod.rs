@@ -20,8 +20,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use catalogue_server::serving::Hosting;
-use gateway::removal::Underways;
+use catalogue_server::serving::CatalogueServer;
+use gateway::removal::ActiveSaves;
 
 pub use daemon::{Daemon, NodeError};
 
@@ -38,7 +38,7 @@ use crate::net::Transport;
 use crate::net::call::Caller;
 use crate::net::pool::Pool;
 use crate::pipeline::coordinator::Coordinator;
-use crate::pipeline::executor::Runs;
+use crate::pipeline::executor::Executor;
 use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
 use crate::workers::Workers;
@@ -46,7 +46,7 @@ use crate::workers::Workers;
 /// An answer to a call comes within this, apart from those that move bulk bytes.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// The most nodes that are remembered because they introduced themselves.
-const MAX_MET: usize = 4096;
+const MAX_INTRODUCED: usize = 4096;
 /// The most tombstones that are kept in memory; older ones are looked up on disk.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
 
@@ -152,28 +152,28 @@ pub struct Node {
     entropy: Arc<dyn Entropy>,
     workers: Workers,
     caller: Arc<Caller>,
-    hosting: Hosting,
+    catalogue_server: CatalogueServer,
     remote: Arc<RemoteCatalogue>,
     budgets: Budgets,
-    runs: Runs,
+    executor: Executor,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
-    sweeping: Underways,
+    purging: ActiveSaves,
     /// Saves that the collector is at.
-    collecting: Underways,
+    recovering: ActiveSaves,
     /// Removals that it waits for.
-    removals: Mutex<background::retry::Waits>,
+    removal_retries: Mutex<background::retry::RetrySchedule>,
     rebuilding: tokio::sync::Mutex<()>,
     /// Nodes that introduced themselves.
-    met: Mutex<BTreeMap<PeerName, formats::Node>>,
-    policy: Mutex<background::retention::Desk>,
-    kept: Mutex<BTreeMap<SaveId, background::orphan_gc::Kept>>,
-    away: gateway::without_catalogue::Away,
+    introduced: Mutex<BTreeMap<PeerName, formats::Node>>,
+    retention: Mutex<background::retention::Retention>,
+    retained: Mutex<BTreeMap<SaveId, background::orphan_gc::RetainReason>>,
+    outage_reader: gateway::without_catalogue::OutageReader,
     catching_up: background::catch_up::CatchingUp,
-    mending: storage::damage::Mending,
+    mend_queue: storage::damage::MendQueue,
     damaged_records: storage::examine::DamagedRecords,
-    exams: storage::examine::Exams,
-    fullness: storage::disk_space::Fullness,
+    exam_limit: storage::examine::ExamLimit,
+    disk_space: storage::disk_space::DiskSpace,
     /// It has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -193,29 +193,31 @@ impl Node {
             let (clock, entropy) = (clock.clone(), entropy.clone());
             LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
         };
-        let hosting = Hosting::start(maps, settings.begin_catalogue, seen, &open)?;
+        let hosting = CatalogueServer::start(maps, settings.begin_catalogue, seen, &open)?;
         let remote = Arc::new(RemoteCatalogue::new(
             caller.clone(),
             record_of(&settings),
             settings.seeds.clone(),
         ));
-        remote.expect(seen, store.map());
-        if let Some(home) = store.home() {
-            remote.know([NodeAddress { name: home.name, host_port: home.address }]);
+        remote.set_expected_epoch(seen, store.last_db_id());
+        if let Some(home) = store.last_catalogue_server() {
+            remote.add_endpoints([NodeAddress { name: home.name, host_port: home.address }]);
         }
         // Members are a help, not a need: a record that does not open is made again.
         let members = store.members().unwrap_or_default().nodes.into_iter();
-        remote.know(members.map(|node| NodeAddress { name: node.name, host_port: node.address }));
+        remote.add_endpoints(
+            members.map(|node| NodeAddress { name: node.name, host_port: node.address }),
+        );
         let budgets = Budgets::new(settings.memory_bytes);
-        let runs = Runs::new(
+        let runs = Executor::new(
             store.clone(),
             workers.clone(),
             caller.clone(),
             clock.clone(),
             budgets.archive.clone(),
         );
-        let policy = background::retention::Desk::new(settings.lease);
-        let removals = Mutex::new(background::retry::Waits::new(settings.lease));
+        let policy = background::retention::Retention::new(settings.lease);
+        let removals = Mutex::new(background::retry::RetrySchedule::new(settings.lease));
         let node = Arc::new(Self {
             id: NodeId::of(&settings.name),
             settings,
@@ -225,25 +227,25 @@ impl Node {
             entropy,
             workers,
             caller,
-            hosting,
+            catalogue_server: hosting,
             remote,
             budgets,
-            runs,
+            executor: runs,
             fences: Mutex::default(),
             tombstones: Mutex::default(),
-            sweeping: Arc::default(),
-            collecting: Arc::default(),
-            removals,
+            purging: Arc::default(),
+            recovering: Arc::default(),
+            removal_retries: removals,
             rebuilding: tokio::sync::Mutex::default(),
-            met: Mutex::default(),
-            policy,
-            kept: Mutex::default(),
-            away: gateway::without_catalogue::Away::default(),
+            introduced: Mutex::default(),
+            retention: policy,
+            retained: Mutex::default(),
+            outage_reader: gateway::without_catalogue::OutageReader::default(),
             catching_up: background::catch_up::CatchingUp::default(),
-            mending: storage::damage::Mending::default(),
+            mend_queue: storage::damage::MendQueue::default(),
             damaged_records: storage::examine::DamagedRecords::default(),
-            exams: storage::examine::Exams::default(),
-            fullness: storage::disk_space::Fullness::default(),
+            exam_limit: storage::examine::ExamLimit::default(),
+            disk_space: storage::disk_space::DiskSpace::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),
@@ -251,13 +253,13 @@ impl Node {
         });
         node.spawn(Self::accept);
         node.spawn(Self::keep_registered);
-        node.spawn(Self::keep_looking);
-        node.spawn(Self::keep_hosting);
-        node.spawn(Self::collect);
-        node.spawn(Self::keep_orphans);
-        node.spawn(Self::keep_tidy);
-        node.spawn(Self::keep_caught_up);
-        node.spawn(Self::keep_mended);
+        node.spawn(Self::run_takeover);
+        node.spawn(Self::run_catalogue_server);
+        node.spawn(Self::run_save_recovery);
+        node.spawn(Self::run_orphan_gc);
+        node.spawn(Self::run_replica_gc);
+        node.spawn(Self::run_catch_up);
+        node.spawn(Self::run_mending);
         Ok(node)
     }
 
@@ -301,8 +303,8 @@ impl Node {
     }
 
     /// Whether it serves the catalogue.
-    pub fn serves(&self) -> bool {
-        self.hosted_catalogue().is_some_and(|local| !local.is_read_only())
+    pub fn serves_catalogue(&self) -> bool {
+        self.local_catalogue().is_some_and(|local| !local.is_read_only())
     }
 
     /// Bytes in use of each memory share: zero when nothing runs.
@@ -312,23 +314,23 @@ impl Node {
     }
 
     fn catalogue(&self) -> Arc<dyn Catalogue> {
-        match self.hosted_catalogue() {
+        match self.local_catalogue() {
             Some(local) => local,
             None => self.remote.clone(),
         }
     }
 
     /// The catalogue, if it is served here.
-    fn hosted_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
-        self.hosting.home(&self.store)
+    fn local_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
+        self.catalogue_server.served(&self.store)
     }
 
     /// Where this node believes the catalogue to be.
-    fn catalogue_home(&self) -> Option<NodeAddress> {
-        if self.hosted_catalogue().is_some() {
+    fn catalogue_address(&self) -> Option<NodeAddress> {
+        if self.local_catalogue().is_some() {
             return Some(self.address());
         }
-        self.remote.home(self.store.epoch())
+        self.remote.server(self.store.epoch())
     }
 
     fn address(&self) -> NodeAddress {
@@ -354,10 +356,10 @@ impl Node {
     async fn on_store<T, E>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, E> + Send + 'static,
-    ) -> Result<T, crate::wire::Failure>
+    ) -> Result<T, crate::wire::RemoteError>
     where
         T: Send + 'static,
-        E: Into<crate::wire::Failure> + Send + 'static,
+        E: Into<crate::wire::RemoteError> + Send + 'static,
     {
         let store = self.store.clone();
         self.workers.run(move || work(&store)).await?.map_err(Into::into)

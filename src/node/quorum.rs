@@ -11,9 +11,9 @@ use super::catalogue_server::cluster_inventory::node_address;
 use super::catalogue_server::serving::tolerated;
 use crate::format::records::{Node as NodeRecord, Standing};
 use crate::id::PeerName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::CallError;
-use crate::wire::Failure;
+use crate::wire::RemoteError;
 use crate::wire::calls::{GetStanding, StandingAnswer};
 
 /// Nodes asked at once.
@@ -154,20 +154,20 @@ impl fmt::Display for TooFew {
 
 impl Node {
     /// Returns the standing of this node, and the nodes on its list.
-    pub(super) async fn standing(&self) -> Result<StandingAnswer, Failure> {
+    pub(super) async fn get_standing(&self) -> Result<StandingAnswer, RemoteError> {
         self.on_store(|store| {
             // The list was noted before the revision: it is at least as new as this says.
             let (epoch, revision) = (store.epoch(), store.list_revision());
             let nodes = store.members().unwrap_or_default().nodes;
             let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
             let (standing, listed) = (store.standing(), listed.collect());
-            Ok::<_, Failure>(StandingAnswer { standing, epoch, revision, listed })
+            Ok::<_, RemoteError>(StandingAnswer { standing, epoch, revision, listed })
         })
         .await
     }
 
     /// Asks `nodes` for their standing. Returns those that answer, in any order.
-    pub(super) async fn standings(
+    pub(super) async fn fetch_standings(
         &self,
         nodes: &[NodeRecord],
     ) -> Vec<(NodeRecord, StandingAnswer)> {
@@ -176,7 +176,9 @@ impl Node {
             .map(|node| async move {
                 match self.caller.call(&node_address(node), &GetStanding {}).await {
                     Ok(answer) => Some((node.clone(), answer)),
-                    Err(error) if is_older(&error) => Some((node.clone(), older())),
+                    Err(error) if is_unknown_call(&error) => {
+                        Some((node.clone(), unknown_standing()))
+                    }
                     Err(error) => {
                         tracing::info!(node = %node.name, %error, "its standing is not known");
                         None
@@ -190,12 +192,12 @@ impl Node {
 }
 
 /// Whether a call failed because the other program is from before it.
-pub(super) fn is_older(error: &CallError) -> bool {
-    matches!(error, CallError::Failed(failure) if failure.kind == Kind::Invalid)
+pub(super) fn is_unknown_call(error: &CallError) -> bool {
+    matches!(error, CallError::Failed(failure) if failure.kind == ErrorKind::Invalid)
 }
 
 /// Returns the standing of a node whose program is too old to tell it.
-fn older() -> StandingAnswer {
+fn unknown_standing() -> StandingAnswer {
     let (epoch, revision) = Default::default();
     StandingAnswer { standing: Standing::Unknown, epoch, revision, listed: Vec::new() }
 }

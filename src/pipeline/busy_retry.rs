@@ -15,14 +15,14 @@ const FIRST_WAIT: Duration = Duration::from_millis(500);
 const MAX_WAIT: Duration = Duration::from_secs(4);
 
 /// The patience of one who holds nothing while it waits.
-pub struct Patience {
+pub struct BusyRetry {
     clock: Arc<dyn Clock>,
     entropy: Arc<dyn Entropy>,
     began: Duration,
     wait: Duration,
 }
 
-impl Patience {
+impl BusyRetry {
     /// Full patience, from now on.
     pub fn new(clock: Arc<dyn Clock>, entropy: Arc<dyn Entropy>) -> Self {
         let began = clock.now();
@@ -53,7 +53,7 @@ mod tests {
     async fn it_waits_longer_each_time_differently_and_not_for_ever() {
         let waits = async |seed| {
             let clock = SystemClock::new();
-            let mut patience = Patience::new(clock.clone(), Arc::new(SeededEntropy::new(seed)));
+            let mut patience = BusyRetry::new(clock.clone(), Arc::new(SeededEntropy::new(seed)));
             let mut waits = Vec::new();
             let mut last = clock.now();
             while patience.wait().await {

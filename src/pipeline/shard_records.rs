@@ -7,7 +7,7 @@ use futures_util::stream;
 
 use crate::format::records::{Leaves, Receipt, Record, ShardRoot, StripeFixed, StripeRecord};
 use crate::id::{Attempt, NodeId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::Caller;
 use crate::placement::{PlacementError, place};
 use crate::topology::Directory;
@@ -46,10 +46,10 @@ pub enum RecordsError {
 
 impl RecordsError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            RecordsError::Lost { busy: 1.., .. } => Kind::Busy,
-            RecordsError::Lost { .. } => Kind::Lost,
+            RecordsError::Lost { busy: 1.., .. } => ErrorKind::Busy,
+            RecordsError::Lost { .. } => ErrorKind::Lost,
             RecordsError::Placement(error) => error.kind(),
         }
     }
@@ -65,7 +65,7 @@ pub struct StripeInfo {
 }
 
 /// Asks nodes, a few at a time, until `accept` likes an answer.
-async fn ask<T>(
+async fn ask_holders<T>(
     caller: &Caller,
     directory: &Directory,
     nodes: Vec<NodeAddress>,
@@ -94,7 +94,7 @@ async fn ask<T>(
             },
             Ok(None) => "not there".to_owned(),
             Err(error) => {
-                let is_busy = error.kind() == Kind::Busy;
+                let is_busy = error.kind() == ErrorKind::Busy;
                 busy += usize::from(is_busy);
                 if error.is_unanswered() && !is_busy {
                     directory.heard(NodeId::of(&node.name), false);
@@ -109,7 +109,7 @@ async fn ask<T>(
         failures.into_iter().map(|(failure, count)| format!("{failure}: {count}")).collect();
     answers.sort_unstable();
     Err(RecordsError::Lost {
-        what: what(&record),
+        what: describe(&record),
         shard: root.name.to_string(),
         asked,
         silent,
@@ -119,7 +119,7 @@ async fn ask<T>(
 }
 
 /// What people call it.
-fn what(record: &RecordName) -> String {
+fn describe(record: &RecordName) -> String {
     match record {
         RecordName::Leaves => "the list of stripes".into(),
         RecordName::Stripe { index } => format!("the record of stripe {index}"),
@@ -139,20 +139,27 @@ fn candidates(directory: &Directory, root: &ShardRoot, first: &[NodeId]) -> Vec<
 }
 
 /// The leaves of a shard.
-pub async fn leaves(
+pub async fn fetch_leaves(
     caller: &Caller,
     directory: &Directory,
     root: &ShardRoot,
 ) -> Result<Leaves, RecordsError> {
-    ask(caller, directory, candidates(directory, root, &[]), root, RecordName::Leaves, |bytes| {
-        let leaves = Leaves::parse(bytes).map_err(|error| error.to_string())?;
-        if root.admits(&leaves) { Ok(leaves) } else { Err("not those of the commit".into()) }
-    })
+    ask_holders(
+        caller,
+        directory,
+        candidates(directory, root, &[]),
+        root,
+        RecordName::Leaves,
+        |bytes| {
+            let leaves = Leaves::parse(bytes).map_err(|error| error.to_string())?;
+            if root.admits(&leaves) { Ok(leaves) } else { Err("not those of the commit".into()) }
+        },
+    )
     .await
 }
 
 /// The record of one stripe.
-pub async fn stripe(
+pub async fn fetch_stripe_record(
     caller: &Caller,
     directory: &Directory,
     root: &ShardRoot,
@@ -161,7 +168,7 @@ pub async fn stripe(
 ) -> Result<StripeInfo, RecordsError> {
     let places = place(&root.ring, root.n.into(), root.k.into(), index)?;
     let nodes = candidates(directory, root, &places);
-    ask(caller, directory, nodes, root, RecordName::Stripe { index }, |bytes| {
+    ask_holders(caller, directory, nodes, root, RecordName::Stripe { index }, |bytes| {
         let record = StripeRecord::parse(bytes).map_err(|error| error.to_string())?;
         let fixed = record.open(root, leaves, index).map_err(|error| error.to_string())?;
         Ok(StripeInfo { fixed, places: record.places })
@@ -170,7 +177,7 @@ pub async fn stripe(
 }
 
 /// The receipt of an attempt on stripe `index`; the nodes `first` are asked before the others of the ring.
-pub async fn receipt(
+pub async fn fetch_receipt(
     caller: &Caller,
     directory: &Directory,
     root: &ShardRoot,
@@ -179,7 +186,7 @@ pub async fn receipt(
 ) -> Result<Receipt, RecordsError> {
     let stripe = StripeId { shard: root.shard, index };
     let nodes = candidates(directory, root, first);
-    ask(caller, directory, nodes, root, RecordName::Receipt { index, attempt }, |bytes| {
+    ask_holders(caller, directory, nodes, root, RecordName::Receipt { index, attempt }, |bytes| {
         let receipt = Receipt::parse(bytes).map_err(|error| error.to_string())?;
         let fits = receipt.stripe == stripe
             && receipt.attempt == attempt

@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use super::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, Plan, StreamNo};
 use crate::code::Code;
 use crate::gf::field;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// A plan that must not run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -65,8 +65,8 @@ pub enum PlanError {
 
 impl PlanError {
     /// A plan is made by us; a wrong one is a defect.
-    pub fn kind(&self) -> Kind {
-        Kind::Internal
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Internal
     }
 }
 

@@ -11,7 +11,7 @@ pub use star::{best_star, naive_star, striped_star};
 use crate::code::Code;
 use crate::format::geometry::StripeCut;
 use crate::id::{Attempt, NodeId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// What every plan is about: one stripe, one attempt, one code, and the node at each position.
 #[derive(Debug, Clone, Copy)]
@@ -52,10 +52,10 @@ pub enum PlannerError {
 
 impl PlannerError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            PlannerError::Code { .. } => Kind::Invalid,
-            PlannerError::Places { .. } => Kind::Unavailable,
+            PlannerError::Code { .. } => ErrorKind::Invalid,
+            PlannerError::Places { .. } => ErrorKind::Unavailable,
         }
     }
 }

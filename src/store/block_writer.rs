@@ -3,7 +3,7 @@
 use super::StoreError;
 use super::data_folder::Store;
 use super::error::root_error;
-use super::temporary::{Plan, Stored, Temporary};
+use super::temporary::{FileSpec, StoreOutcome, Temporary};
 use crate::format::file::{Content, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::StripeId;
@@ -49,7 +49,7 @@ impl Store {
     ) -> Result<BlockWriter, StoreError> {
         let content = Content::Replica { block: spec.block };
         let BlockSpec { stripe, layout, len_bytes, .. } = spec;
-        let temporary = Temporary::create(self, Plan { stripe, content, layout, len_bytes })?;
+        let temporary = Temporary::create(self, FileSpec { stripe, content, layout, len_bytes })?;
         Ok(BlockWriter {
             temporary,
             fingerprint,
@@ -126,7 +126,7 @@ impl BlockWriter {
 
     /// Makes the replica durable under its name. `expected_root` is what the sender says that it has sent;
     /// when it differs, nothing is left behind.
-    pub fn finish(mut self, expected_root: Option<Hash>) -> Result<Stored, StoreError> {
+    pub fn finish(mut self, expected_root: Option<Hash>) -> Result<StoreOutcome, StoreError> {
         if self.broken || self.missing_bytes() > 0 {
             return Err(self.misuse("fewer bytes than announced"));
         }

@@ -4,7 +4,7 @@ use super::StoreError;
 use super::data_folder::{EPOCH, Store};
 use crate::format::envelope::RecordKind;
 use crate::format::records::{CatchUp, Heard, Home, Members, SeenEpoch, Standing};
-use crate::id::{Epoch, MapId};
+use crate::id::{DbId, Epoch};
 
 const MEMBERS: &str = "members";
 const HEARD: &str = "heard";
@@ -27,7 +27,7 @@ impl Store {
 
     /// The last revision that this node has heard of the map of its epoch; 0 when it knows none.
     pub fn revision(&self) -> u64 {
-        let (map, heard) = (self.map(), *self.heard());
+        let (map, heard) = (self.last_db_id(), *self.heard());
         heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
     }
 
@@ -38,7 +38,7 @@ impl Store {
     }
 
     /// Notes durably that `map` had come to `revision`. A lower one is no news.
-    pub fn note_revision(&self, map: MapId, revision: u64) -> Result<(), StoreError> {
+    pub fn note_revision(&self, map: DbId, revision: u64) -> Result<(), StoreError> {
         // One writer at a time; those who ask meanwhile do not wait for the disk.
         let _noting = self.noting();
         if self.heard().is_some_and(|heard| map == heard.map && revision <= heard.revision) {
@@ -56,12 +56,12 @@ impl Store {
     }
 
     /// Who claimed that epoch from this node.
-    pub fn home(&self) -> Option<Home> {
+    pub fn last_catalogue_server(&self) -> Option<Home> {
         self.seen().home.clone()
     }
 
     /// The map of that epoch, as soon as this node has met it.
-    pub fn map(&self) -> Option<MapId> {
+    pub fn last_db_id(&self) -> Option<DbId> {
         self.seen().map
     }
 
@@ -76,16 +76,21 @@ impl Store {
     }
 
     /// Notes durably that `map` is the catalogue of `epoch`; refuses an epoch that is over, or that has another map.
-    pub fn note_map(&self, epoch: Epoch, map: MapId) -> Result<(), StoreError> {
-        self.note_home(epoch, map, None)
+    pub fn note_db_id(&self, epoch: Epoch, map: DbId) -> Result<(), StoreError> {
+        self.note_catalogue_server(epoch, map, None)
     }
 
     /// The same, and that `home` serves it.
-    pub fn claim_epoch(&self, epoch: Epoch, map: MapId, home: Home) -> Result<(), StoreError> {
-        self.note_home(epoch, map, Some(home))
+    pub fn claim_epoch(&self, epoch: Epoch, map: DbId, home: Home) -> Result<(), StoreError> {
+        self.note_catalogue_server(epoch, map, Some(home))
     }
 
-    fn note_home(&self, epoch: Epoch, map: MapId, home: Option<Home>) -> Result<(), StoreError> {
+    fn note_catalogue_server(
+        &self,
+        epoch: Epoch,
+        map: DbId,
+        home: Option<Home>,
+    ) -> Result<(), StoreError> {
         let mut seen = self.seen();
         refuse_older(&seen, epoch)?;
         let is_known = epoch == seen.epoch && seen.map.is_some();
@@ -180,7 +185,7 @@ mod tests {
     fn notes_of_a_later_version_are_not_overwritten() {
         let disk = Arc::new(MemoryDisk::new(1 << 20));
         let store = open(&disk);
-        store.claim_epoch(Epoch(1), MapId([1; 16]), home("a")).unwrap();
+        store.claim_epoch(Epoch(1), DbId([1; 16]), home("a")).unwrap();
         let notes = [
             (MEMBERS, RecordKind::Members),
             (HEARD, RecordKind::Heard),
@@ -193,7 +198,7 @@ mod tests {
         drop(store);
         let store = open(&disk);
         assert!(store.put_members(&Members::default()).is_err());
-        assert!(store.note_revision(MapId([1; 16]), 9).is_err());
+        assert!(store.note_revision(DbId([1; 16]), 9).is_err());
         assert!(store.note_behind().is_err() && store.note_caught_up(Epoch(1), 4).is_err());
         assert_eq!((store.revision(), store.standing()), (0, Standing::Behind));
         for (path, kind) in notes {
@@ -201,7 +206,7 @@ mod tests {
         }
         // One that is damaged is made again.
         store.put_record(HEARD, b"rot").unwrap();
-        store.note_revision(MapId([1; 16]), 9).unwrap();
+        store.note_revision(DbId([1; 16]), 9).unwrap();
         assert_eq!(store.revision(), 9);
     }
 
@@ -209,13 +214,13 @@ mod tests {
     fn an_epoch_has_one_map_and_that_survives_a_power_cut() {
         let disk = Arc::new(MemoryDisk::new(1 << 20));
         let store = open(&disk);
-        let (ours, theirs) = (MapId([1; 16]), MapId([2; 16]));
+        let (ours, theirs) = (DbId([1; 16]), DbId([2; 16]));
         store.raise_epoch(Epoch(2)).unwrap();
         // Heard of, and claimed by nobody yet.
         store.claim_epoch(Epoch(2), ours, home("a")).unwrap();
-        store.note_map(Epoch(2), ours).unwrap();
+        store.note_db_id(Epoch(2), ours).unwrap();
         for other in
-            [store.claim_epoch(Epoch(2), theirs, home("b")), store.note_map(Epoch(2), theirs)]
+            [store.claim_epoch(Epoch(2), theirs, home("b")), store.note_db_id(Epoch(2), theirs)]
         {
             assert!(matches!(other, Err(StoreError::OtherMap { epoch: Epoch(2) })));
         }
@@ -223,16 +228,19 @@ mod tests {
         let disk = Arc::new(disk.crash());
         let store = open(&disk);
         assert_eq!(
-            (store.epoch(), store.map(), store.home()),
+            (store.epoch(), store.last_db_id(), store.last_catalogue_server()),
             (Epoch(2), Some(ours), Some(home("a")))
         );
         let older = store.claim_epoch(Epoch(1), ours, home("a"));
         assert!(matches!(older, Err(StoreError::StaleEpoch { .. })));
         store.raise_epoch(Epoch(2)).unwrap();
-        assert_eq!(store.home(), Some(home("a")));
+        assert_eq!(store.last_catalogue_server(), Some(home("a")));
         store.claim_epoch(Epoch(3), theirs, home("b")).unwrap();
         store.raise_epoch(Epoch(4)).unwrap();
-        assert_eq!((store.epoch(), store.map(), store.home()), (Epoch(4), None, None));
+        assert_eq!(
+            (store.epoch(), store.last_db_id(), store.last_catalogue_server()),
+            (Epoch(4), None, None)
+        );
         store.claim_epoch(Epoch(4), ours, home("a")).unwrap();
         assert_eq!(store.revision(), 0);
         for (map, revision, last) in [(ours, 7, 7), (ours, 5, 7), (theirs, 9, 0), (ours, 8, 8)] {
@@ -244,7 +252,7 @@ mod tests {
         let store = open(&disk);
         assert_eq!(store.revision(), 8);
         // No epoch follows the last number there is.
-        for far in [store.raise_epoch(Epoch(u64::MAX)), store.note_map(Epoch(1 << 40), ours)] {
+        for far in [store.raise_epoch(Epoch(u64::MAX)), store.note_db_id(Epoch(1 << 40), ours)] {
             assert!(matches!(far, Err(StoreError::FarEpoch { .. })));
         }
         assert_eq!(store.epoch(), Epoch(4));

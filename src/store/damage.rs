@@ -14,7 +14,7 @@ use crate::format::grain_set::GrainSet;
 use crate::format::records::{Damage, Record};
 use crate::format::tree::{GrainTree, Hash};
 use crate::id::StripeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::GRAIN_BYTES;
 
 /// The beginning of a note's name; the name of the file follows, without its dot.
@@ -25,18 +25,18 @@ const LOGGED: usize = 8;
 
 /// A note as the store remembers it.
 #[derive(Debug, Clone)]
-pub(super) struct Noted {
+pub(super) struct NotedDamage {
     damage: Arc<Damage>,
     /// Whether the note is about the file that has the name now.
     is_checked: bool,
 }
 
 /// The notes of a folder.
-pub(super) type Notes = BTreeMap<FileKey, Noted>;
+pub(super) type NotedFiles = BTreeMap<FileKey, NotedDamage>;
 
 /// The result of a look at a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Look {
+pub enum FileCheck {
     /// There is none.
     Gone,
     /// It is whole, and counts.
@@ -49,7 +49,7 @@ pub enum Look {
 
 /// A file of a stripe that grains can be read from, whether it counts or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Source {
+pub struct GrainSource {
     /// Its name.
     pub file: FileName,
     /// The length of its data and their BLAKE3, if its tail is good.
@@ -115,12 +115,12 @@ pub(super) fn is_damage(error: &StoreError) -> bool {
     match error {
         StoreError::Misplaced { .. } => false,
         StoreError::Disk(error @ DiskError::Io { .. }) => !error.is_exhaustion(),
-        error => error.kind() == Kind::Corrupt,
+        error => error.kind() == ErrorKind::Corrupt,
     }
 }
 
 impl Store {
-    pub(super) fn notes(&self) -> MutexGuard<'_, Notes> {
+    pub(super) fn notes(&self) -> MutexGuard<'_, NotedFiles> {
         self.damaged().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -184,7 +184,7 @@ impl Store {
 
     /// Every file of a stripe that the folder has and that can be a source, by name. A file that the index does not have yet does not
     /// count: it has to be looked at.
-    pub fn sources(&self, stripe: StripeId) -> Result<Vec<Source>, StoreError> {
+    pub fn sources(&self, stripe: StripeId) -> Result<Vec<GrainSource>, StoreError> {
         let listed = self.find(stripe)?;
         let mut sources = Vec::new();
         for file in self.file_names(stripe)? {
@@ -193,7 +193,7 @@ impl Store {
             let content = opened.tail().map(|(header, _)| (header.len_bytes, header.root));
             let counts = content.is_some() && listed.iter().any(|info| info.content.name() == file);
             let damaged = (!counts).then_some(opened.damaged);
-            sources.push(Source { file, content, damaged });
+            sources.push(GrainSource { file, content, damaged });
         }
         Ok(sources)
     }
@@ -202,13 +202,13 @@ impl Store {
     ///
     /// # Errors
     /// When it cannot be judged: it is of a later release, or the disk refuses to open it.
-    pub fn look_at(&self, key: FileKey) -> Result<Look, StoreError> {
+    pub fn check_file(&self, key: FileKey) -> Result<FileCheck, StoreError> {
         let file = match if_found(self.disk().open(&file_path(key))) {
             Ok(Some(file)) => file,
             Ok(None) => {
                 self.forget_note(key, |_| self.number_of(key).is_none())?;
                 self.correct_index(key)?;
-                return Ok(Look::Gone);
+                return Ok(FileCheck::Gone);
             }
             // It has a name and no bytes that can be read.
             Err(error @ DiskError::Io { .. }) if !error.is_exhaustion() => {
@@ -229,12 +229,14 @@ impl Store {
                 if grains.is_empty() {
                     self.forget_note(key, |_| self.number_of(key) == Some(number))?;
                     self.correct_index(key)?;
-                    return Ok(Look::Whole);
+                    return Ok(FileCheck::Whole);
                 }
                 // The file is open until it is noted, so that no other one can get its number.
                 Ok(self.note_damage(key, Damage { number, has_tail: true, grains }))
             }
-            Err(error @ StoreError::Misplaced { .. }) => Ok(Look::Misplaced(error.to_string())),
+            Err(error @ StoreError::Misplaced { .. }) => {
+                Ok(FileCheck::Misplaced(error.to_string()))
+            }
             Err(error) if is_damage(&error) => {
                 Ok(self.note_damage(key, Damage { number, ..Damage::default() }))
             }
@@ -244,13 +246,13 @@ impl Store {
 
     /// Notes the damage of the file that was looked at, if it still has the name. From here on it does not count. A file without a number
     /// could not be opened.
-    fn note_damage(&self, key: FileKey, damage: Damage) -> Look {
+    fn note_damage(&self, key: FileKey, damage: Damage) -> FileCheck {
         match self.put_note(key, damage) {
             Some((damage, (old_bytes, new_bytes))) => {
                 self.index().count_small(old_bytes, new_bytes);
-                Look::Damaged(damage)
+                FileCheck::Damaged(damage)
             }
-            None => Look::Gone,
+            None => FileCheck::Gone,
         }
     }
 
@@ -261,7 +263,7 @@ impl Store {
             Some(number) => number == damage.number,
             None => damage.number == 0,
         };
-        let noted = Noted { damage: damage.clone(), is_checked: true };
+        let noted = NotedDamage { damage: damage.clone(), is_checked: true };
         let is_noted = self.names().hold(|| {
             is_it() && {
                 self.notes().insert(key, noted);
@@ -343,7 +345,7 @@ impl Store {
             let is_checked =
                 number.is_some() && damage.as_ref().map(|damage| damage.number) == number;
             let damage = Arc::new(damage.unwrap_or_default());
-            self.notes().insert(key, Noted { damage, is_checked });
+            self.notes().insert(key, NotedDamage { damage, is_checked });
         }
         Ok(())
     }

@@ -7,16 +7,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::damage::Notes;
+use super::damage::NotedFiles;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
 use super::index::{FileInfo, Index, Totals};
 use super::kv::Kv;
 use super::paths::if_found;
 use super::paths::{
-    Names, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
+    FileNames, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
 };
 use super::real_disk::RealDisk;
-use super::reconcile::{Found, Reconciled};
+use super::reconcile::{OpenFindings, Reconciled};
 use super::sled_kv::{Opened, SledKv};
 use super::stored_file::StoredFile;
 use super::tombstones::Slots;
@@ -52,7 +52,7 @@ pub struct Store {
 
 struct Inner {
     disk: Arc<dyn Disk>,
-    names: Names,
+    names: FileNames,
     index: Index,
     cluster: ClusterId,
     node: NodeId,
@@ -62,8 +62,8 @@ struct Inner {
     next_quarantine: AtomicU64,
     graves: Mutex<()>,
     slots: Mutex<Slots>,
-    damaged: Mutex<Notes>,
-    found: OnceLock<Found>,
+    damaged: Mutex<NotedFiles>,
+    found: OnceLock<OpenFindings>,
     _lock: DiskLock,
 }
 
@@ -97,7 +97,7 @@ impl Store {
         disk.sync_all()?;
         let identity = NodeIdentity { cluster, name: name.clone(), format: FOLDER_FORMAT };
         let inner = Inner {
-            names: Names::new(disk.clone()),
+            names: FileNames::new(disk.clone()),
             index: Index::new(disk.clone(), kv),
             disk,
             cluster,
@@ -207,7 +207,7 @@ impl Store {
         self.inner.disk.as_ref()
     }
 
-    pub(super) fn names(&self) -> &Names {
+    pub(super) fn names(&self) -> &FileNames {
         &self.inner.names
     }
 
@@ -215,7 +215,7 @@ impl Store {
         &self.inner.index
     }
 
-    pub(super) fn damaged(&self) -> &Mutex<Notes> {
+    pub(super) fn damaged(&self) -> &Mutex<NotedFiles> {
         &self.inner.damaged
     }
 
@@ -348,7 +348,7 @@ impl Store {
     }
 
     /// What was found when the folder was opened.
-    pub fn found(&self) -> Found {
+    pub fn found(&self) -> OpenFindings {
         self.inner.found.get().cloned().unwrap_or_default()
     }
 

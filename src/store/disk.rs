@@ -6,7 +6,7 @@
 
 use std::io;
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Offsets, lengths and addresses of direct reads are multiples of this.
 pub const DIRECT_ALIGN_BYTES: usize = 4096;
@@ -90,15 +90,15 @@ impl DiskError {
     }
 
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::NotFound { .. } => Kind::NotFound,
-            Self::Exists { .. } | Self::InUse { .. } => Kind::Exists,
+            Self::NotFound { .. } => ErrorKind::NotFound,
+            Self::Exists { .. } | Self::InUse { .. } => ErrorKind::Exists,
             // Waiting does not help: somebody has to free space.
-            Self::Full { .. } => Kind::Io,
-            Self::Short { .. } => Kind::Corrupt,
-            Self::Path { .. } => Kind::Invalid,
-            Self::Io { .. } => Kind::Io,
+            Self::Full { .. } => ErrorKind::Io,
+            Self::Short { .. } => ErrorKind::Corrupt,
+            Self::Path { .. } => ErrorKind::Invalid,
+            Self::Io { .. } => ErrorKind::Io,
         }
     }
 }

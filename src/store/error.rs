@@ -2,12 +2,12 @@
 
 use super::disk::DiskError;
 use super::kv::KvError;
-use super::record_file::MAX_SMALL_BYTES;
+use super::record_file::MAX_RECORD_FILE_BYTES;
 use crate::format::FormatError;
 use crate::format::file::FileKey;
 use crate::format::tree::Hash;
 use crate::id::Epoch;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Why the store did not do it.
 #[derive(Debug, thiserror::Error)]
@@ -149,7 +149,7 @@ pub enum StoreError {
         name: String,
     },
     /// A small record is over its limit.
-    #[error("a small record of {bytes} bytes is over the limit of {MAX_SMALL_BYTES}")]
+    #[error("a small record of {bytes} bytes is over the limit of {MAX_RECORD_FILE_BYTES}")]
     TooLong {
         /// Its length.
         bytes: u64,
@@ -158,7 +158,7 @@ pub enum StoreError {
 
 impl StoreError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Disk(error) => error.kind(),
             Self::Index(error) => error.kind(),
@@ -167,15 +167,15 @@ impl StoreError {
             | Self::Grain { .. }
             | Self::Damaged { .. }
             | Self::ReadBack { .. }
-            | Self::Root { .. } => Kind::Corrupt,
-            Self::Conflict { .. } | Self::Fixed { .. } => Kind::Exists,
-            Self::Foreign { .. } | Self::NoIdentity => Kind::Denied,
-            Self::StaleEpoch { .. } | Self::OtherMap { .. } => Kind::Fenced,
+            | Self::Root { .. } => ErrorKind::Corrupt,
+            Self::Conflict { .. } | Self::Fixed { .. } => ErrorKind::Exists,
+            Self::Foreign { .. } | Self::NoIdentity => ErrorKind::Denied,
+            Self::StaleEpoch { .. } | Self::OtherMap { .. } => ErrorKind::Fenced,
             Self::Misuse { .. }
             | Self::Name { .. }
             | Self::TooLong { .. }
             | Self::GravesFull { .. }
-            | Self::FarEpoch { .. } => Kind::Invalid,
+            | Self::FarEpoch { .. } => ErrorKind::Invalid,
         }
     }
 }

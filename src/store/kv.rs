@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The longest key.
 pub const MAX_KEY_BYTES: usize = 256;
@@ -70,12 +70,12 @@ pub enum KvError {
 
 impl KvError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::InUse { .. } => Kind::Exists,
-            Self::TooLong { .. } => Kind::Invalid,
-            Self::Damaged { .. } => Kind::Corrupt,
-            Self::Failed { .. } | Self::NoMemory { .. } | Self::Io { .. } => Kind::Io,
+            Self::InUse { .. } => ErrorKind::Exists,
+            Self::TooLong { .. } => ErrorKind::Invalid,
+            Self::Damaged { .. } => ErrorKind::Corrupt,
+            Self::Failed { .. } | Self::NoMemory { .. } | Self::Io { .. } => ErrorKind::Io,
         }
     }
 

@@ -19,12 +19,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use faults::{Effect, Faults, Guard, Outcome};
 use file::{Contents, FileState};
-use images::{DirState, FileNode, Left, Node, image_of_dir, sync_tree};
+use images::{DirState, FileNode, Leftover, TreeNode, image_of_dir, sync_tree};
 
 use super::disk::{Disk, DiskEntry, DiskError, DiskFile, DiskLock, Space, check_path, parent};
 use crate::entropy::SeededEntropy;
 
-struct Shared {
+struct DiskState {
     root: Arc<Mutex<DirState>>,
     faults: Mutex<Faults>,
     guard: Mutex<Option<Guard>>,
@@ -38,7 +38,7 @@ struct Shared {
 /// The disk. Clones are the same disk; [`crash`](Self::crash) makes another one.
 #[derive(Clone)]
 pub struct MemoryDisk {
-    shared: Arc<Shared>,
+    shared: Arc<DiskState>,
 }
 
 fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -57,7 +57,7 @@ impl MemoryDisk {
         used: Arc<AtomicU64>,
         next_number: Arc<AtomicU64>,
     ) -> Self {
-        let shared = Shared {
+        let shared = DiskState {
             root,
             faults: Mutex::default(),
             guard: Mutex::default(),
@@ -71,21 +71,21 @@ impl MemoryDisk {
 
     /// The disk as a power cut would leave it now: nothing that was not synced. No faults, no locks.
     pub fn crash(&self) -> Self {
-        self.image(Left::Synced)
+        self.image(Leftover::Synced)
     }
 
     /// The disk after a power cut before which the medium had caught up with everything.
     pub fn crash_late(&self) -> Self {
-        self.image(Left::All)
+        self.image(Leftover::All)
     }
 
     /// The disk after a power cut that caught the medium at work: of what was not synced, each name and each
     /// sector is there or not, as `seed` has it.
     pub fn crash_torn(&self, seed: u64) -> Self {
-        self.image(Left::Torn(&SeededEntropy::new(seed)))
+        self.image(Leftover::Torn(&SeededEntropy::new(seed)))
     }
 
-    fn image(&self, left: Left<'_>) -> Self {
+    fn image(&self, left: Leftover<'_>) -> Self {
         let used = Arc::default();
         let root = image_of_dir(&self.shared.root, left, &used);
         let capacity_bytes = self.shared.capacity_bytes.load(Ordering::Relaxed);
@@ -97,14 +97,14 @@ impl MemoryDisk {
         self.shared.capacity_bytes.store(capacity_bytes, Ordering::Relaxed);
     }
 
-    fn node(&self, path: &str) -> Result<Node, DiskError> {
+    fn node(&self, path: &str) -> Result<TreeNode, DiskError> {
         if path.is_empty() {
-            return Ok(Node::Dir(self.shared.root.clone()));
+            return Ok(TreeNode::Dir(self.shared.root.clone()));
         }
         check_path(path)?;
-        let mut node = Node::Dir(self.shared.root.clone());
+        let mut node = TreeNode::Dir(self.shared.root.clone());
         for part in path.split('/') {
-            let Node::Dir(dir) = &node else { return Err(missing(path)) };
+            let TreeNode::Dir(dir) = &node else { return Err(missing(path)) };
             let next = hold(dir).seen.get(part).cloned();
             node = next.ok_or_else(|| missing(path))?;
         }
@@ -113,8 +113,8 @@ impl MemoryDisk {
 
     fn dir(&self, path: &str) -> Result<Arc<Mutex<DirState>>, DiskError> {
         match self.node(path)? {
-            Node::Dir(dir) => Ok(dir),
-            Node::File(_) => Err(wrong(path, "not a folder")),
+            TreeNode::Dir(dir) => Ok(dir),
+            TreeNode::File(_) => Err(wrong(path, "not a folder")),
         }
     }
 
@@ -149,7 +149,7 @@ impl Disk for MemoryDisk {
         let number = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
         let (state, used) = (Mutex::default(), self.shared.used.clone());
         let node = Arc::new(FileNode { state, used, number });
-        dir.seen.insert(name.to_owned(), Node::File(node.clone()));
+        dir.seen.insert(name.to_owned(), TreeNode::File(node.clone()));
         Ok(self.handle(path, node))
     }
 
@@ -157,8 +157,8 @@ impl Disk for MemoryDisk {
         self.begin(path, Effect::Read)?;
         check_path(path)?;
         match self.node(path)? {
-            Node::File(file) => Ok(self.handle(path, file)),
-            Node::Dir(_) => Err(wrong(path, "not a file")),
+            TreeNode::File(file) => Ok(self.handle(path, file)),
+            TreeNode::Dir(_) => Err(wrong(path, "not a file")),
         }
     }
 
@@ -169,7 +169,7 @@ impl Disk for MemoryDisk {
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
         self.begin(from, Effect::Change)?;
         let ((from_dir, from_name), (to_dir, to_name)) = (self.place(from)?, self.place(to)?);
-        if let Some(Node::Dir(_)) = hold(&to_dir).seen.get(to_name) {
+        if let Some(TreeNode::Dir(_)) = hold(&to_dir).seen.get(to_name) {
             return Err(wrong(to, "a folder has that name"));
         }
         let node = hold(&from_dir).seen.remove(from_name).ok_or_else(|| missing(from))?;
@@ -182,8 +182,8 @@ impl Disk for MemoryDisk {
         let (dir, name) = self.place(path)?;
         let mut dir = hold(&dir);
         match dir.seen.get(name) {
-            Some(Node::File(_)) => drop(dir.seen.remove(name)),
-            Some(Node::Dir(_)) => return Err(wrong(path, "not a file")),
+            Some(TreeNode::File(_)) => drop(dir.seen.remove(name)),
+            Some(TreeNode::Dir(_)) => return Err(wrong(path, "not a file")),
             None => return Err(missing(path)),
         }
         Ok(())
@@ -196,7 +196,7 @@ impl Disk for MemoryDisk {
         if dir.seen.contains_key(name) {
             return Ok(false);
         }
-        dir.seen.insert(name.to_owned(), Node::Dir(Arc::default()));
+        dir.seen.insert(name.to_owned(), TreeNode::Dir(Arc::default()));
         Ok(true)
     }
 
@@ -213,10 +213,10 @@ impl Disk for MemoryDisk {
     fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
         self.begin(path, Effect::Read)?;
         let dir = self.dir(path)?;
-        let entry = |(name, node): (&String, &Node)| {
+        let entry = |(name, node): (&String, &TreeNode)| {
             let (is_dir, len_bytes) = match node {
-                Node::Dir(_) => (true, 0),
-                Node::File(file) => (false, hold(&file.state).seen.len),
+                TreeNode::Dir(_) => (true, 0),
+                TreeNode::File(file) => (false, hold(&file.state).seen.len),
             };
             DiskEntry { name: name.clone(), is_dir, len_bytes }
         };

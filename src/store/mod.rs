@@ -3,7 +3,7 @@
 //! Promises: what a call has acknowledged survives a power cut (data, name and every new folder above it were
 //! synced, in this order); what a failed or interrupted call leaves behind is removed or invisible; bytes
 //! that do not prove themselves are an error and never data; nothing is deleted but by [`Store::remove`] and
-//! [`Store::remove_small`]. The index is a cache of the folders and is made again from them.
+//! [`Store::remove_record_file`]. The index is a cache of the folders and is made again from them.
 //!
 //! It leaves to others: which records mean what, fingerprints (they come in as closures), and when a file may
 //! go. All calls block; asynchronous callers put them on threads made for blocking.
@@ -47,7 +47,7 @@ mod temporary;
 mod tombstones;
 
 pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
-pub use damage::{Look, Source, SourceFile};
+pub use damage::{FileCheck, GrainSource, SourceFile};
 pub use data_folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use disk::{Disk, DiskError, DiskFile};
 pub use error::StoreError;
@@ -57,9 +57,9 @@ pub use memory_disk::MemoryDisk;
 pub use memory_kv::MemoryKv;
 pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
-pub use reconcile::{Found, Reconciled};
-pub use record_file::{MAX_SMALL_BYTES, Scope};
+pub use reconcile::{OpenFindings, Reconciled};
+pub use record_file::{MAX_RECORD_FILE_BYTES, RecordScope};
 pub use reserve::{ReserveState, adjust_reserve};
 pub use sled_kv::{SledKv, SledMaps};
 pub use stored_file::StoredFile;
-pub use temporary::Stored;
+pub use temporary::StoreOutcome;

@@ -37,7 +37,7 @@ pub(super) fn parse_stripe_index(name: &str) -> Option<u32> {
 }
 
 /// The names of the folder.
-pub(super) struct Names {
+pub(super) struct FileNames {
     disk: Arc<dyn Disk>,
     temporary: AtomicU64,
     /// Folders whose own name may not be durable yet, each with the number of its making. Held over every
@@ -51,7 +51,7 @@ struct Made {
     next: u64,
 }
 
-impl Names {
+impl FileNames {
     pub(super) fn new(disk: Arc<dyn Disk>) -> Self {
         Self { disk, temporary: AtomicU64::new(0), made: Mutex::default() }
     }
@@ -200,7 +200,7 @@ impl Names {
 
 /// Whether a small record can have this name. None of them is the name of a replica or piece file (those have
 /// a dot), nor of a stripe's folder (8 hexadecimal digits).
-pub(super) fn is_small_name(name: &str) -> bool {
+pub(super) fn is_record_name(name: &str) -> bool {
     (1..=80).contains(&name.len())
         && name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'-'))
         && crate::store::paths::parse_stripe_index(name).is_none()
@@ -220,18 +220,18 @@ mod tests {
     use super::*;
     use crate::store::MemoryDisk;
 
-    fn put(disk: &MemoryDisk, names: &Names, to: &str) -> Result<(), DiskError> {
+    fn put(disk: &MemoryDisk, names: &FileNames, to: &str) -> Result<(), DiskError> {
         let from = names.temporary();
         disk.create_new(&from)?.sync()?;
         names.publish(&from, to, || Ok(()))
     }
 
-    fn disk() -> (MemoryDisk, Names) {
+    fn disk() -> (MemoryDisk, FileNames) {
         let disk = MemoryDisk::new(1 << 20);
         disk.create_dir(SHARDS).unwrap();
         disk.create_dir(TMP).unwrap();
         disk.sync_dir("").unwrap();
-        let names = Names::new(Arc::new(disk.clone()));
+        let names = FileNames::new(Arc::new(disk.clone()));
         (disk, names)
     }
 

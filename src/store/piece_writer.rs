@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{AlignedBuffer, DiskFile};
-use super::temporary::{Plan, Stored, Temporary};
+use super::temporary::{FileSpec, StoreOutcome, Temporary};
 use crate::format::file::{Content, FileKey, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::{Attempt, StripeId};
@@ -59,12 +59,12 @@ pub struct PieceWriter {
     proven: Arc<AtomicU64>,
     /// Grains that are not written yet.
     buffer: AlignedBuffer,
-    gathered: Gathered,
+    gathered: GatheredRun,
 }
 
 /// Whole grains in the buffer that follow one another.
 #[derive(Debug, Clone, Copy, Default)]
-struct Gathered {
+struct GatheredRun {
     first: u64,
     count: u64,
 }
@@ -74,7 +74,7 @@ impl Store {
     pub fn write_piece(&self, spec: PieceSpec) -> Result<PieceWriter, StoreError> {
         let PieceSpec { stripe, piece, attempt, code, layout, len_bytes } = spec;
         let content = Content::Piece { piece, attempt, code };
-        let temporary = Temporary::create(self, Plan { stripe, content, layout, len_bytes })?;
+        let temporary = Temporary::create(self, FileSpec { stripe, content, layout, len_bytes })?;
         Ok(PieceWriter {
             temporary,
             hashes: vec![None; grains(len_bytes) as usize],
@@ -83,7 +83,7 @@ impl Store {
             extent_bytes: EXTENT_BYTES,
             proven: Arc::default(),
             buffer: AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize),
-            gathered: Gathered::default(),
+            gathered: GatheredRun::default(),
         })
     }
 }
@@ -117,7 +117,7 @@ impl PieceWriter {
             // The last grain, which may be no multiple of anything.
             return Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?);
         }
-        let Gathered { first, count } = self.gathered;
+        let GatheredRun { first, count } = self.gathered;
         let is_full = (count + 1) * GRAIN_BYTES > self.buffer.bytes().len() as u64;
         if is_full || index != first + count {
             self.write_gathered()?;
@@ -132,7 +132,7 @@ impl PieceWriter {
     }
 
     fn write_gathered(&mut self) -> Result<(), StoreError> {
-        let Gathered { first, count } = std::mem::take(&mut self.gathered);
+        let GatheredRun { first, count } = std::mem::take(&mut self.gathered);
         if count > 0 {
             let bytes = &self.buffer.bytes()[..(count * GRAIN_BYTES) as usize];
             self.temporary.file().write_past_cache_at(bytes, first * GRAIN_BYTES)?;
@@ -151,7 +151,10 @@ impl PieceWriter {
 
     /// Proves what is left, hands it to `readback`, and makes the piece durable under its name, once all its extents are proven.
     /// `readback` has then had every grain once, those of one extent in ascending order.
-    pub fn finish(mut self, readback: &mut dyn FnMut(u64, &[u8])) -> Result<Stored, StoreError> {
+    pub fn finish(
+        mut self,
+        readback: &mut dyn FnMut(u64, &[u8]),
+    ) -> Result<StoreOutcome, StoreError> {
         let hashes: Option<Vec<Hash>> = self.hashes.iter().copied().collect();
         let tree = hashes
             .and_then(|hashes| GrainTree::from_hashes(self.temporary.len_bytes(), hashes).ok())

@@ -11,7 +11,7 @@ use super::paths::{QUARANTINE, file_path};
 use super::reconcile::NAMED;
 use super::stored_file::StoredFile;
 use crate::format::file::FileKey;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The end of the name of a note.
 const NOTE: &str = ".why";
@@ -50,8 +50,8 @@ impl Store {
             (Ok(there), Some(judged)) => there.is_same_as(judged),
             (Ok(_), None) => Ok(false),
             (Err(error), judged) => match error.kind() {
-                Kind::Corrupt => Ok(judged.is_none()),
-                Kind::NotFound => Ok(false),
+                ErrorKind::Corrupt => Ok(judged.is_none()),
+                ErrorKind::NotFound => Ok(false),
                 _ => Err(error),
             },
         };

@@ -13,12 +13,12 @@ use super::damage::is_damage;
 use super::data_folder::Store;
 use super::disk::DiskEntry;
 use super::index::{FileInfo, Totals};
-use super::paths::is_small_name;
+use super::paths::is_record_name;
 use super::paths::{SHARDS, parse_stripe_index, shard_dir, stripe_dir};
 use super::stored_file::StoredFile;
 use crate::format::file::{FileKey, FileName};
 use crate::id::{ShardId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Names of a sort that are told.
 pub(super) const NAMED: usize = 3;
@@ -42,7 +42,7 @@ pub struct Reconciled {
 
 /// What the last open found, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct OpenFindings {
     /// The numbers.
     pub counts: Reconciled,
     /// Names that are not ours, with their folders; the first three.
@@ -60,10 +60,10 @@ fn name_it(names: &mut Vec<String>, name: String) {
 
 impl Store {
     /// Brings the index in line with the folders.
-    pub(super) fn reconcile(&self) -> Result<Found, StoreError> {
+    pub(super) fn reconcile(&self) -> Result<OpenFindings, StoreError> {
         let (report, seen) = (Reconciled::default(), HashSet::new());
         let (strangers, unreadable) = (Vec::new(), Vec::new());
-        let mut walk = Walk { store: self, report, seen, strangers, unreadable };
+        let mut walk = FolderScan { store: self, report, seen, strangers, unreadable };
         let report = self.index().exclusively(|totals| {
             let quarantined = self.count_quarantine()?;
             walk.shards(totals)?;
@@ -75,8 +75,8 @@ impl Store {
         if report != Reconciled::default() {
             tracing::warn!(?report, "the index was not in line with the files");
         }
-        let Walk { strangers, unreadable, .. } = walk;
-        Ok(Found { counts: report, strangers, unreadable })
+        let FolderScan { strangers, unreadable, .. } = walk;
+        Ok(OpenFindings { counts: report, strangers, unreadable })
     }
 }
 
@@ -86,7 +86,7 @@ fn stripe_index(entry: &DiskEntry) -> Option<u32> {
 }
 
 /// One walk over `shards/`.
-struct Walk<'a> {
+struct FolderScan<'a> {
     store: &'a Store,
     report: Reconciled,
     seen: HashSet<StripeId>,
@@ -94,18 +94,18 @@ struct Walk<'a> {
     unreadable: Vec<String>,
 }
 
-impl Walk<'_> {
+impl FolderScan<'_> {
     fn shards(&mut self, totals: &mut Totals) -> Result<(), StoreError> {
         for entry in self.store.disk().list(SHARDS)? {
             match entry.name.parse().ok().filter(|_| entry.is_dir) {
                 Some(shard) => self.shard(shard, totals)?,
-                None => self.stranger(SHARDS, &entry),
+                None => self.note_unknown(SHARDS, &entry),
             }
         }
         Ok(())
     }
 
-    fn stranger(&mut self, folder: &str, entry: &DiskEntry) {
+    fn note_unknown(&mut self, folder: &str, entry: &DiskEntry) {
         self.report.strangers += 1;
         name_it(&mut self.strangers, format!("{folder}/{}", entry.name));
     }
@@ -122,10 +122,10 @@ impl Walk<'_> {
     }
 
     fn small(&mut self, folder: &str, entry: &DiskEntry, totals: &mut Totals) {
-        if !entry.is_dir && is_small_name(&entry.name) {
+        if !entry.is_dir && is_record_name(&entry.name) {
             totals.small_bytes += entry.len_bytes;
         } else {
-            self.stranger(folder, entry);
+            self.note_unknown(folder, entry);
         }
     }
 
@@ -178,7 +178,7 @@ impl Walk<'_> {
                 self.report.damaged += 1;
                 Ok(None)
             }
-            Err(error) if error.kind() == Kind::Corrupt => {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
                 let moved = self.store.move_to_quarantine(key, None, &error.to_string())?;
                 self.report.quarantined += u64::from(moved);
                 Ok(None)

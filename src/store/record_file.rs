@@ -6,24 +6,24 @@
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::paths::{if_found, is_small_name, shard_dir, stripe_dir};
+use super::paths::{if_found, is_record_name, shard_dir, stripe_dir};
 use crate::format::envelope::MAX_RECORD_BYTES;
 use crate::id::{ShardId, StripeId};
 
 /// The longest small record.
-pub const MAX_SMALL_BYTES: u64 = MAX_RECORD_BYTES as u64;
+pub const MAX_RECORD_FILE_BYTES: u64 = MAX_RECORD_BYTES as u64;
 
 /// What a small record belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scope {
+pub enum RecordScope {
     /// A shard.
     Shard(ShardId),
     /// One stripe of a shard.
     Stripe(StripeId),
 }
 
-impl Scope {
-    fn dir(self) -> String {
+impl RecordScope {
+    fn folder(self) -> String {
         match self {
             Self::Shard(shard) => shard_dir(shard),
             Self::Stripe(stripe) => stripe_dir(stripe),
@@ -31,10 +31,10 @@ impl Scope {
     }
 
     fn path(self, name: &str) -> Result<String, StoreError> {
-        if !is_small_name(name) {
+        if !is_record_name(name) {
             return Err(StoreError::Name { name: name.chars().take(128).collect() });
         }
-        Ok(format!("{}/{name}", self.dir()))
+        Ok(format!("{}/{name}", self.folder()))
     }
 }
 
@@ -48,7 +48,7 @@ fn read_with(
     read: impl FnOnce(&mut [u8]) -> Result<(), DiskError>,
 ) -> Result<Vec<u8>, StoreError> {
     let bytes = file.len_bytes()?;
-    if bytes > MAX_SMALL_BYTES {
+    if bytes > MAX_RECORD_FILE_BYTES {
         return Err(StoreError::TooLong { bytes });
     }
     let mut out = vec![0; bytes as usize];
@@ -60,18 +60,23 @@ impl Store {
     /// Stores a small record, over the one that has its name, and returns when it is durable.
     ///
     /// A name is 1 to 80 of `a-z 0-9 -`, and not 8 hexadecimal digits.
-    pub fn put_small(&self, scope: Scope, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
+    pub fn put_record_file(
+        &self,
+        scope: RecordScope,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<(), StoreError> {
         let path = scope.path(name)?;
         let old_bytes = self.put_record(&path, bytes)?;
         self.index().count_small(old_bytes, Some(bytes.len() as u64));
         Ok(())
     }
 
-    /// As [`put_small`](Self::put_small), but over an older record only if `may_replace` says so; otherwise
+    /// As [`put_record_file`](Self::put_record_file), but over an older record only if `may_replace` says so; otherwise
     /// [`StoreError::Fixed`], and the older one stays.
-    pub fn put_small_if(
+    pub fn put_record_file_if(
         &self,
-        scope: Scope,
+        scope: RecordScope,
         name: &str,
         bytes: &[u8],
         may_replace: impl FnOnce(&[u8]) -> bool,
@@ -79,7 +84,7 @@ impl Store {
         let path = scope.path(name)?;
         let old_bytes = self.put_record_if(&path, bytes, |old| {
             // What is longer than a record can be is none.
-            let fits = old.len_bytes()? > MAX_SMALL_BYTES || may_replace(&read_all(old)?);
+            let fits = old.len_bytes()? > MAX_RECORD_FILE_BYTES || may_replace(&read_all(old)?);
             if fits { Ok(()) } else { Err(StoreError::Fixed { path: path.clone() }) }
         })?;
         self.index().count_small(old_bytes, Some(bytes.len() as u64));
@@ -87,7 +92,11 @@ impl Store {
     }
 
     /// A small record, or `None`.
-    pub fn get_small(&self, scope: Scope, name: &str) -> Result<Option<Vec<u8>>, StoreError> {
+    pub fn get_record_file(
+        &self,
+        scope: RecordScope,
+        name: &str,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
         self.get_record(&scope.path(name)?)
     }
 
@@ -100,10 +109,10 @@ impl Store {
         Ok(written?)
     }
 
-    /// As [`get_small`](Self::get_small), from the medium instead of the page cache.
-    pub fn get_small_past_cache(
+    /// As [`get_record_file`](Self::get_record_file), from the medium instead of the page cache.
+    pub fn get_record_file_past_cache(
         &self,
-        scope: Scope,
+        scope: RecordScope,
         name: &str,
     ) -> Result<Option<Vec<u8>>, StoreError> {
         let Some(file) = if_found(self.disk().open(&scope.path(name)?))? else { return Ok(None) };
@@ -112,7 +121,7 @@ impl Store {
     }
 
     /// Removes a small record and returns when that is durable; `false` when there was none.
-    pub fn remove_small(&self, scope: Scope, name: &str) -> Result<bool, StoreError> {
+    pub fn remove_record_file(&self, scope: RecordScope, name: &str) -> Result<bool, StoreError> {
         let path = scope.path(name)?;
         let bytes = match if_found(self.disk().open(&path))? {
             Some(file) => file.len_bytes()?,
@@ -126,9 +135,9 @@ impl Store {
     }
 
     /// The names and lengths of a scope's small records, by name.
-    pub fn list_small(&self, scope: Scope) -> Result<Vec<(String, u64)>, StoreError> {
-        let entries = if_found(self.disk().list(&scope.dir()))?.unwrap_or_default();
-        let small = entries.into_iter().filter(|e| !e.is_dir && is_small_name(&e.name));
+    pub fn list_record_files(&self, scope: RecordScope) -> Result<Vec<(String, u64)>, StoreError> {
+        let entries = if_found(self.disk().list(&scope.folder()))?.unwrap_or_default();
+        let small = entries.into_iter().filter(|e| !e.is_dir && is_record_name(&e.name));
         Ok(small.map(|entry| (entry.name, entry.len_bytes)).collect())
     }
 
@@ -172,7 +181,7 @@ impl Store {
         bytes: &[u8],
         old_len: impl FnOnce(&str) -> Result<Option<u64>, StoreError>,
     ) -> Result<Option<u64>, StoreError> {
-        if bytes.len() as u64 > MAX_SMALL_BYTES {
+        if bytes.len() as u64 > MAX_RECORD_FILE_BYTES {
             return Err(StoreError::TooLong { bytes: bytes.len() as u64 });
         }
         let temporary = self.names().temporary();

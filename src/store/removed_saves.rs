@@ -16,11 +16,11 @@ use crate::format::envelope::RecordKind;
 use crate::id::{Epoch, SaveId};
 
 /// Ids in one record: 3.6 MB of them fit into a small record.
-const MAX_GRAVES: usize = 300_000;
+const MAX_REMOVED_PER_FILE: usize = 300_000;
 
 /// The body of a record of graves.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Graves {
+struct RemovedSaves {
     saves: Vec<SaveId>,
 }
 
@@ -30,12 +30,13 @@ fn path_of(save: SaveId) -> String {
 
 impl Store {
     /// Notes for ever that a save was removed and swept; durable at the return. `false`: there is no room for it.
-    pub fn entomb(&self, save: SaveId) -> Result<bool, StoreError> {
+    pub fn record_removed(&self, save: SaveId) -> Result<bool, StoreError> {
         let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
         let path = path_of(save);
-        let mut graves: Graves = self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
+        let mut graves: RemovedSaves =
+            self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
         if let Err(at) = graves.saves.binary_search(&save) {
-            if graves.saves.len() >= MAX_GRAVES {
+            if graves.saves.len() >= MAX_REMOVED_PER_FILE {
                 return Ok(false);
             }
             graves.saves.insert(at, save);
@@ -45,9 +46,9 @@ impl Store {
         Ok(true)
     }
 
-    /// [`Store::entomb`] for many saves, while `epoch` is not over: a rebuild that claimed a later one has read what is here. Each record of
+    /// [`Store::record_removed`] for many saves, while `epoch` is not over: a rebuild that claimed a later one has read what is here. Each record of
     /// graves is written at most once. An error when there is no room for one of them.
-    pub fn entomb_all(
+    pub fn record_all_removed(
         &self,
         epoch: Epoch,
         saves: impl IntoIterator<Item = SaveId>,
@@ -60,7 +61,7 @@ impl Store {
         for ours in saves.chunk_by(|a, b| a.0[0] == b.0[0]) {
             let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
             let path = path_of(ours[0]);
-            let mut graves: Graves =
+            let mut graves: RemovedSaves =
                 self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
             let is_known = |save: &SaveId| graves.saves.binary_search(save).is_ok();
             let missing: Vec<SaveId> =
@@ -68,7 +69,7 @@ impl Store {
             if missing.is_empty() {
                 continue;
             }
-            if graves.saves.len() + missing.len() > MAX_GRAVES {
+            if graves.saves.len() + missing.len() > MAX_REMOVED_PER_FILE {
                 return Err(StoreError::GravesFull { path });
             }
             graves.saves.extend(missing);
@@ -79,7 +80,7 @@ impl Store {
     }
 
     /// At most `limit` of the saves that were removed and swept here, in order, from behind `after`.
-    pub fn list_graves(
+    pub fn list_removed(
         &self,
         after: Option<SaveId>,
         limit: usize,
@@ -87,7 +88,7 @@ impl Store {
         let mut saves = Vec::new();
         for first in after.map_or(0, |after| after.0[0])..=u8::MAX {
             let path = path_of(SaveId([first; 12]));
-            let graves: Option<Graves> = self.get_sealed(&path, RecordKind::Graves)?;
+            let graves: Option<RemovedSaves> = self.get_sealed(&path, RecordKind::Graves)?;
             let behind = graves.unwrap_or_default().saves.into_iter();
             saves.extend(behind.filter(|save| after.is_none_or(|after| *save > after)));
             if saves.len() >= limit {
@@ -99,8 +100,8 @@ impl Store {
     }
 
     /// Whether the save was removed and swept here. Graves that do not parse are an error: any save could be among them.
-    pub fn is_entombed(&self, save: SaveId) -> Result<bool, StoreError> {
-        let graves: Option<Graves> = self.get_sealed(&path_of(save), RecordKind::Graves)?;
+    pub fn is_recorded_removed(&self, save: SaveId) -> Result<bool, StoreError> {
+        let graves: Option<RemovedSaves> = self.get_sealed(&path_of(save), RecordKind::Graves)?;
         Ok(graves.is_some_and(|graves| graves.saves.binary_search(&save).is_ok()))
     }
 }
@@ -129,16 +130,16 @@ mod tests {
         let disk = MemoryDisk::new(1 << 20);
         let store = open(&disk);
         for number in [7, 3, 9, 3] {
-            assert!(store.entomb(save(0x5a, number)).unwrap());
+            assert!(store.record_removed(save(0x5a, number)).unwrap());
         }
-        assert!(store.entomb(save(0x5b, 1)).unwrap());
+        assert!(store.record_removed(save(0x5b, 1)).unwrap());
         drop(store);
         let store = open(&disk.crash());
         let found: Vec<u8> =
-            (0..12).filter(|&n| store.is_entombed(save(0x5a, n)).unwrap()).collect();
+            (0..12).filter(|&n| store.is_recorded_removed(save(0x5a, n)).unwrap()).collect();
         assert_eq!(found, [3, 7, 9]);
-        assert!(store.is_entombed(save(0x5b, 1)).unwrap());
-        assert!(!store.is_entombed(save(0x00, 1)).unwrap());
+        assert!(store.is_recorded_removed(save(0x5b, 1)).unwrap());
+        assert!(!store.is_recorded_removed(save(0x00, 1)).unwrap());
     }
 
     #[test]
@@ -146,13 +147,13 @@ mod tests {
         for failing in 0..12 {
             let disk = MemoryDisk::new(1 << 20);
             let store = open(&disk);
-            store.entomb(save(1, 1)).unwrap();
+            store.record_removed(save(1, 1)).unwrap();
             disk.fail_after(failing);
-            let second = store.entomb(save(1, 2));
+            let second = store.record_removed(save(1, 2));
             drop(store);
             let store = open(&disk.crash());
-            assert!(store.is_entombed(save(1, 1)).unwrap(), "operation {failing}");
-            assert!(second.is_err() || store.is_entombed(save(1, 2)).unwrap());
+            assert!(store.is_recorded_removed(save(1, 1)).unwrap(), "operation {failing}");
+            assert!(second.is_err() || store.is_recorded_removed(save(1, 2)).unwrap());
         }
     }
 
@@ -162,41 +163,41 @@ mod tests {
         let store = open(&disk);
         let all: Vec<SaveId> =
             (0..=255).flat_map(|first| [save(first, 2), save(first, 9)]).collect();
-        store.entomb(all[9]).unwrap();
-        store.entomb_all(Epoch(2), all.iter().rev().copied().chain([all[3]])).unwrap();
-        store.entomb_all(Epoch(2), []).unwrap();
+        store.record_removed(all[9]).unwrap();
+        store.record_all_removed(Epoch(2), all.iter().rev().copied().chain([all[3]])).unwrap();
+        store.record_all_removed(Epoch(2), []).unwrap();
         store.raise_epoch(Epoch(3)).unwrap();
-        assert!(store.entomb_all(Epoch(2), [save(0, 5)]).is_err(), "that epoch is over");
+        assert!(store.record_all_removed(Epoch(2), [save(0, 5)]).is_err(), "that epoch is over");
         drop(store);
         let store = open(&disk.crash());
         let (mut found, mut after) = (Vec::new(), None);
         loop {
-            let page = store.list_graves(after, 7).unwrap();
+            let page = store.list_removed(after, 7).unwrap();
             let Some(last) = page.last() else { break };
             after = Some(*last);
             found.extend(page);
         }
         assert_eq!(found, all);
-        assert!(all.iter().all(|save| store.is_entombed(*save).unwrap()));
+        assert!(all.iter().all(|save| store.is_recorded_removed(*save).unwrap()));
     }
 
     #[test]
     fn damaged_graves_are_an_error_and_full_ones_take_no_more() {
         let disk = MemoryDisk::new(16 << 20);
         let store = open(&disk);
-        let full: Vec<SaveId> = (0..MAX_GRAVES as u32)
+        let full: Vec<SaveId> = (0..MAX_REMOVED_PER_FILE as u32)
             .map(|n| {
                 let [a, b, c, d] = n.to_be_bytes();
                 SaveId([2, 0, 0, 0, 0, 0, 0, 0, a, b, c, d])
             })
             .collect();
-        store.put_sealed("graves/02", RecordKind::Graves, &Graves { saves: full }).unwrap();
-        assert!(store.entomb(save(2, 0)).unwrap());
-        assert!(!store.entomb(SaveId([2; 12])).unwrap());
-        assert!(!store.is_entombed(SaveId([2; 12])).unwrap());
+        store.put_sealed("graves/02", RecordKind::Graves, &RemovedSaves { saves: full }).unwrap();
+        assert!(store.record_removed(save(2, 0)).unwrap());
+        assert!(!store.record_removed(SaveId([2; 12])).unwrap());
+        assert!(!store.is_recorded_removed(SaveId([2; 12])).unwrap());
         let file = disk.open("graves/02").unwrap();
         file.write_at(b"x", 100).unwrap();
-        assert!(store.is_entombed(save(2, 0)).is_err());
-        assert!(store.entomb(SaveId([2; 12])).is_err());
+        assert!(store.is_recorded_removed(save(2, 0)).is_err());
+        assert!(store.record_removed(SaveId([2; 12])).is_err());
     }
 }

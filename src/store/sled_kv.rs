@@ -314,7 +314,7 @@ impl Kv for SledKv {
 #[allow(clippy::disallowed_methods)] // damages sled's folder from outside
 mod tests {
     use super::*;
-    use crate::kind::Kind;
+    use crate::kind::ErrorKind;
     use crate::store::MemoryKv;
     use crate::store::kv::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
     use crate::store::{Disk, RealDisk};
@@ -494,11 +494,11 @@ mod tests {
         for error in system.map(sled::Error::Io) {
             // sled hands out copies of an error that it has kept: without its number.
             for error in [error.clone(), error] {
-                assert_eq!(sled_error("use", Path::new("kv"), error).kind(), Kind::Io);
+                assert_eq!(sled_error("use", Path::new("kv"), error).kind(), ErrorKind::Io);
             }
         }
         let short = sled::Error::Io(std::io::ErrorKind::UnexpectedEof.into());
-        assert_eq!(sled_error("use", Path::new("kv"), short).kind(), Kind::Corrupt);
+        assert_eq!(sled_error("use", Path::new("kv"), short).kind(), ErrorKind::Corrupt);
     }
 
     #[test]

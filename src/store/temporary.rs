@@ -16,7 +16,7 @@ use super::stored_file::StoredFile;
 use crate::format::file::{Content, FileHeader, FileKey, TRAILER_BYTES, tail_to_bytes};
 use crate::format::tree::{GrainTree, HASH_BYTES, Hash};
 use crate::id::StripeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::{MAX_BLOCK_BYTES, grains};
 
 /// Room for the sealed header in the space that is reserved.
@@ -24,7 +24,7 @@ const HEADER_ROOM_BYTES: u64 = 256;
 
 /// A file that is durable under its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stored {
+pub struct StoreOutcome {
     /// Under which key.
     pub key: FileKey,
     /// BLAKE3 of the data.
@@ -37,14 +37,14 @@ pub struct Stored {
 
 /// What a writer is about to write.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Plan {
+pub(super) struct FileSpec {
     pub(super) stripe: StripeId,
     pub(super) content: Content,
     pub(super) layout: u8,
     pub(super) len_bytes: u64,
 }
 
-impl Plan {
+impl FileSpec {
     pub(super) fn key(&self) -> FileKey {
         FileKey { stripe: self.stripe, name: self.content.name() }
     }
@@ -59,7 +59,7 @@ pub(super) struct Tail {
 /// The file in `tmp/`; dropping it removes it.
 pub(super) struct Temporary {
     store: Store,
-    plan: Plan,
+    plan: FileSpec,
     path: String,
     file: Arc<dyn DiskFile>,
     published: bool,
@@ -67,7 +67,7 @@ pub(super) struct Temporary {
 
 impl Temporary {
     /// Makes the file and reserves all the space that it will take.
-    pub(super) fn create(store: &Store, plan: Plan) -> Result<Self, StoreError> {
+    pub(super) fn create(store: &Store, plan: FileSpec) -> Result<Self, StoreError> {
         let (key, len_bytes) = (plan.key(), plan.len_bytes);
         if len_bytes > MAX_BLOCK_BYTES {
             return Err(StoreError::Misuse { key, why: "longer than a block can be" });
@@ -110,7 +110,7 @@ impl Temporary {
     }
 
     /// Gives the file, which is whole and synced, its name, and returns when that is durable and indexed.
-    pub(super) fn publish(mut self, tail: &Tail) -> Result<Stored, StoreError> {
+    pub(super) fn publish(mut self, tail: &Tail) -> Result<StoreOutcome, StoreError> {
         let (key, header) = (self.key(), &tail.header);
         let (was_there, replaced) = self.take_name(header)?;
         self.published = true;
@@ -119,7 +119,7 @@ impl Temporary {
         if let Some(number) = replaced {
             self.store.forget_note(key, |damage| damage.number == number)?;
         }
-        Ok(Stored { key, root: header.root, len_bytes: header.len_bytes, was_there })
+        Ok(StoreOutcome { key, root: header.root, len_bytes: header.len_bytes, was_there })
     }
 
     /// Takes the name, unless other content that counts has it. A file there that does not open, and is
@@ -137,7 +137,7 @@ impl Temporary {
             })
         };
         match take() {
-            Err(error) if error.kind() == Kind::Corrupt => {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
                 // Whether it moved or somebody came first: now the name is free, or has a file that opens.
                 store.quarantine(key, None, &error.to_string())?;
                 take()
@@ -154,7 +154,7 @@ fn same_content(store: &Store, key: FileKey, header: &FileHeader) -> Result<bool
             Ok(true)
         }
         Ok(_) => Err(StoreError::Conflict { key }),
-        Err(error) if error.kind() == Kind::NotFound => Ok(false),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
     }
 }

@@ -8,11 +8,11 @@ use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
 use super::paths::{if_found, shard_dir};
-use super::record_file::Scope;
+use super::record_file::RecordScope;
 use crate::format::envelope::record_len;
 use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The file of the slots, in the data folder.
 const SLOTS: &str = "slots";
@@ -66,7 +66,7 @@ impl Slots {
             Err(error) => {
                 tracing::warn!(number, %error, "a slot holds no tombstone that can be read");
                 // One of a later release is kept.
-                if error.kind() != Kind::Corrupt {
+                if error.kind() != ErrorKind::Corrupt {
                     self.unknown.insert(number);
                 }
             }
@@ -75,8 +75,8 @@ impl Slots {
 }
 
 /// Where records about a save as a whole are filed.
-fn scope_of(save: SaveId) -> Scope {
-    Scope::Shard(shard_of(save))
+fn scope_of(save: SaveId) -> RecordScope {
+    RecordScope::Shard(shard_of(save))
 }
 
 fn shard_of(save: SaveId) -> ShardId {
@@ -145,11 +145,11 @@ impl Store {
 
     /// Stores the tombstone of a save and returns when it is durable. It takes a slot when the disk is full.
     pub fn put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
-        let full = match self.put_small(scope_of(save), TOMBSTONE, bytes) {
+        let full = match self.put_record_file(scope_of(save), TOMBSTONE, bytes) {
             Err(full @ StoreError::Disk(DiskError::Full { .. })) => full,
             put => return put,
         };
-        let file = self.get_small(scope_of(save), TOMBSTONE)?;
+        let file = self.get_record_file(scope_of(save), TOMBSTONE)?;
         if file.is_some_and(|bytes| Tombstone::parse(&bytes).is_ok()) {
             // Its name may not be durable yet.
             return Ok(self.names().sync(&format!("{}/{TOMBSTONE}", shard_dir(shard_of(save))))?);
@@ -173,13 +173,13 @@ impl Store {
         let slot = self.slots().held.get(&save).map(|slot| slot.bytes.clone());
         match slot {
             Some(bytes) => Ok(Some(bytes)),
-            None => self.get_small(scope_of(save), TOMBSTONE),
+            None => self.get_record_file(scope_of(save), TOMBSTONE),
         }
     }
 
     /// Removes the tombstone of a save and returns when that is durable.
     pub fn remove_tombstone(&self, save: SaveId) -> Result<(), StoreError> {
-        self.remove_small(scope_of(save), TOMBSTONE)?;
+        self.remove_record_file(scope_of(save), TOMBSTONE)?;
         self.free_slot(save)
     }
 
@@ -198,9 +198,9 @@ impl Store {
         let held: Vec<(SaveId, Vec<u8>)> =
             self.slots().held.iter().map(|(save, slot)| (*save, slot.bytes.clone())).collect();
         for (save, bytes) in held {
-            let emptied = self.is_entombed(save).and_then(|is_entombed| {
+            let emptied = self.is_recorded_removed(save).and_then(|is_entombed| {
                 if !is_entombed {
-                    self.put_small(scope_of(save), TOMBSTONE, &bytes)?;
+                    self.put_record_file(scope_of(save), TOMBSTONE, &bytes)?;
                 }
                 self.free_slot(save)
             });
@@ -271,7 +271,7 @@ mod tests {
         assert!(store.empty_slots().is_err(), "there is still no room");
         // With room they get files, or their graves, and the slots are free.
         disk.set_capacity(CAPACITY);
-        assert!(store.entomb(save(3)).unwrap());
+        assert!(store.record_removed(save(3)).unwrap());
         store.remove_tombstone(save(3)).unwrap();
         store.empty_slots().unwrap();
         assert!(store.slots().held.is_empty());
@@ -281,7 +281,7 @@ mod tests {
         assert!(store.slots().held.is_empty());
         let there = [3, 5, 9].map(|number| store.tombstone(save(number)).unwrap().is_some());
         assert_eq!(there, [false, true, true]);
-        assert!(store.is_entombed(save(3)).unwrap());
+        assert!(store.is_recorded_removed(save(3)).unwrap());
     }
 
     type Hook = Box<dyn FnOnce() + Send>;

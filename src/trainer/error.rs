@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::protocol::{Failure, MessageError};
 use super::segment::SegmentError;
 use crate::format::table::{SearchError, TableError};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
 /// Why a trainer's call failed. Nothing that was committed is affected by any of these.
@@ -120,22 +120,22 @@ pub enum StagingError {
 
 impl StagingError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
             StagingError::NoDaemon { .. }
             | StagingError::Disconnected { .. }
-            | StagingError::Stale { .. } => Kind::Unavailable,
-            StagingError::NoRoom { .. } => Kind::Busy,
-            StagingError::Forked => Kind::Invalid,
-            StagingError::Untrusted { .. } | StagingError::Refused { .. } => Kind::Denied,
-            StagingError::Deadline { .. } | StagingError::Interrupted { .. } => Kind::Timeout,
+            | StagingError::Stale { .. } => ErrorKind::Unavailable,
+            StagingError::NoRoom { .. } => ErrorKind::Busy,
+            StagingError::Forked => ErrorKind::Invalid,
+            StagingError::Untrusted { .. } | StagingError::Refused { .. } => ErrorKind::Denied,
+            StagingError::Deadline { .. } | StagingError::Interrupted { .. } => ErrorKind::Timeout,
             StagingError::Failed(failure) => failure.kind(),
-            StagingError::Unexpected { .. } | StagingError::Message(_) => Kind::Internal,
+            StagingError::Unexpected { .. } | StagingError::Message(_) => ErrorKind::Internal,
             StagingError::Segment(error) => error.kind(),
             StagingError::Table(error) => error.kind(),
             StagingError::Search(error) => error.kind(),
-            StagingError::Corrupt { .. } => Kind::Corrupt,
-            StagingError::Io { .. } => Kind::Io,
+            StagingError::Corrupt { .. } => ErrorKind::Corrupt,
+            StagingError::Io { .. } => ErrorKind::Io,
         }
     }
 

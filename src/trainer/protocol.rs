@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{ClusterId, FillId, InstanceId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The newest version of the protocol.
 pub const VERSION: u16 = 1;
@@ -302,7 +302,7 @@ pub enum Answer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// [`Kind::wire_code`].
+    /// [`ErrorKind::wire_code`].
     pub code: u32,
     /// What happened, to what.
     pub message: String,
@@ -312,13 +312,13 @@ pub struct Failure {
 
 impl Failure {
     /// A failure with a hint.
-    pub fn new(kind: Kind, message: impl Into<String>, hint: impl Into<String>) -> Self {
+    pub fn new(kind: ErrorKind, message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self { code: kind.wire_code(), message: message.into(), hint: hint.into() }
     }
 
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        Kind::from_wire_code(self.code)
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::from_wire_code(self.code)
     }
 }
 

@@ -17,7 +17,7 @@ use std::sync::atomic::{Ordering, fence};
 use super::mapping::{Readable, Writable};
 use crate::format::table::{Table, TableError};
 use crate::id::{FillId, LaunchId, SegmentId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// Length of the header; extents begin behind it.
 pub const HEADER_BYTES: u64 = 4096;
@@ -107,11 +107,11 @@ pub enum SegmentError {
 
 impl SegmentError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            SegmentError::Map { .. } => Kind::Io,
-            SegmentError::NotStaged { .. } => Kind::Invalid,
-            SegmentError::Damaged { .. } => Kind::Corrupt,
+            SegmentError::Map { .. } => ErrorKind::Io,
+            SegmentError::NotStaged { .. } => ErrorKind::Invalid,
+            SegmentError::Damaged { .. } => ErrorKind::Corrupt,
             SegmentError::Table { source, .. } => source.kind(),
         }
     }

@@ -11,7 +11,7 @@ use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
 use crate::id::{
-    Attempt, ClusterId, Epoch, Generation, Job, LeaseId, MapId, PeerName, SaveId, ShardId, Step,
+    Attempt, ClusterId, DbId, Epoch, Generation, Job, LeaseId, PeerName, SaveId, ShardId, Step,
     StripeId,
 };
 
@@ -28,7 +28,7 @@ pub struct HelloAnswer {
     /// The highest epoch it knows.
     pub epoch: Epoch,
     /// The map of that epoch, if it knows it.
-    pub map: Option<MapId>,
+    pub map: Option<DbId>,
     /// The last change of that map that it has heard of.
     pub revision: u64,
     /// Where it believes the catalogue to be.
@@ -50,7 +50,7 @@ pub struct StandingAnswer {
     pub listed: Vec<PeerName>,
 }
 
-/// Answer to [`Rebuild`].
+/// Answer to [`RebuildCatalogue`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildAnswer {
     /// The new epoch.
@@ -75,7 +75,7 @@ pub struct RebuildAnswer {
 
 /// Answer to [`MoveCatalogue`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MoveAnswer {
+pub struct MoveCatalogueAnswer {
     /// The new epoch.
     pub epoch: Epoch,
     /// Who serves it.
@@ -88,7 +88,7 @@ pub struct MoveAnswer {
 
 /// What a map comes to: two maps of equal contents and history have the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MapSum {
+pub struct DbChecksum {
     /// The revision of the last change.
     pub revision: u64,
     /// XOR over all entries of the first 16 bytes of BLAKE3 of each with its key and revision.
@@ -97,16 +97,16 @@ pub struct MapSum {
 
 /// A page of what a node holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InventoryAnswer {
+pub struct InventoryPage {
     /// By shard.
     pub shards: Vec<ShardHolding>,
     /// Where the next page begins; `None` when this was the last.
     pub next: Option<(ShardId, Option<u32>)>,
 }
 
-/// Answer to [`Marked`].
+/// Answer to [`ListMarkedSaves`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MarkedAnswer {
+pub struct MarkedSavesPage {
     /// The saves, by id; one with several shards may come more than once.
     pub saves: Vec<MarkedSave>,
     /// Where the next page begins; `None` when this was the last.
@@ -156,9 +156,9 @@ pub struct StripeHolding {
     pub receipts: Vec<(Attempt, CodeId, Generation)>,
 }
 
-/// Answer to [`Begin`].
+/// Answer to [`BeginSave`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BeginAnswer {
+pub struct BeginSaveAnswer {
     /// The save.
     pub save: SaveId,
     /// Its generation.
@@ -203,7 +203,7 @@ pub enum PlanChoice {
     RandomStar,
 }
 
-/// What happens during [`Archive`].
+/// What happens during [`ArchiveStep`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ArchiveEvent {
     /// Bytes archived so far, of all that were to be archived.
@@ -252,7 +252,7 @@ pub struct HopView {
     pub work: HopWork,
 }
 
-/// Answer to [`Remove`].
+/// Answer to [`RemoveStep`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoveAnswer {
     /// Nodes that have removed all files.
@@ -274,18 +274,18 @@ pub struct StepView {
     pub by_marks: bool,
 }
 
-/// Answer to [`List`].
+/// Answer to [`ListSteps`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ListAnswer {
+pub struct ListStepsAnswer {
     /// A page of steps.
     pub steps: Vec<StepView>,
     /// Ask again after this one for more.
     pub next: Option<(Job, Step)>,
 }
 
-/// Answer to [`Show`].
+/// Answer to [`ShowStep`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShowAnswer {
+pub struct ShowStepAnswer {
     /// The step.
     pub step: StepView,
     /// A page of shards; an absent state is the fresh one.
@@ -301,7 +301,7 @@ pub struct NodeView {
     pub live: bool,
 }
 
-/// Answer to [`NodeStatus`].
+/// Answer to [`GetNodeStatus`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStatusAnswer {
     /// Replica files and their bytes.
@@ -350,7 +350,7 @@ pub enum RecordName {
 /// First answer to [`PutBlock`]: both holders have the memory for it, and its bytes may come.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockAdmitted {
-    /// Why the second holder did not admit it ([`Kind::wire_code`](crate::kind::Kind::wire_code), text): nothing is stored, and
+    /// Why the second holder did not admit it ([`Kind::wire_code`](crate::kind::ErrorKind::wire_code), text): nothing is stored, and
     /// the call ends here.
     pub second_refused: Option<(u32, String)>,
 }
@@ -411,22 +411,22 @@ pub struct RecordView {
     pub digest: Option<[u8; 32]>,
 }
 
-/// Answer to [`Read`] and [`ReadSource`].
+/// Answer to [`ReadFile`] and [`ReadSource`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReadAnswer {
+pub struct ReadFileAnswer {
     /// Data bytes of the whole file; 0 when its tail is broken.
     pub len_bytes: u64,
     /// Grain hashes of the whole file, if wanted: a BLAKE3 tree whose root the reader knows.
     pub hashes: Vec<[u8; 32]>,
 }
 
-/// Answer to [`Register`].
+/// Answer to [`RegisterNode`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegisterAnswer {
     /// The catalogue's epoch.
     pub epoch: Epoch,
     /// Its map.
-    pub map: MapId,
+    pub map: DbId,
     /// The last change of that map.
     pub revision: u64,
     /// Another number when the list of nodes is another one.
@@ -435,18 +435,18 @@ pub struct RegisterAnswer {
     pub lease_ms: u64,
 }
 
-/// Answer to [`CatalogueSet`].
+/// Answer to [`CompareAndSetKey`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum SetAnswer {
+pub enum CompareAndSetAnswer {
     /// Done; the key's new revision.
     Set(u64),
     /// The key has another revision and value; nothing was changed.
-    Other(Option<(Vec<u8>, u64)>),
+    Conflict(Option<(Vec<u8>, u64)>),
 }
 
-/// Answer to [`Drop`].
+/// Answer to [`DropReplicas`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DropAnswer {
+pub struct DropReplicasAnswer {
     /// Replica files removed now.
     pub files: u32,
     /// Their bytes.

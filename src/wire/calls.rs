@@ -5,11 +5,11 @@ use serde::{Deserialize, Serialize};
 pub use super::answers::*;
 use super::order::{Order, RunReport};
 use super::policy::PolicyAnswer;
-use super::{Call, NodeAddress, Who};
+use super::{AllowedCaller, Call, NodeAddress};
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
 use crate::id::{
-    Attempt, Epoch, Generation, Job, LeaseId, MapId, NodeId, PeerName, SaveId, ShardId, Step,
+    Attempt, DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
     StripeId,
 };
 
@@ -24,13 +24,13 @@ macro_rules! calls {
             impl Call for $name {
                 const NUMBER: u8 = $number;
                 const NAME: &'static str = stringify!($name);
-                const WHO: Who = Who::$who;
+                const WHO: AllowedCaller = AllowedCaller::$who;
                 type Answer = $answer;
             }
         )*
 
         /// Number, name and caller of every call, for the dispatcher and the protocol page.
-        pub const ALL: &[(u8, &str, Who)] = &[$(($number, stringify!($name), Who::$who)),*];
+        pub const ALL: &[(u8, &str, AllowedCaller)] = &[$(($number, stringify!($name), AllowedCaller::$who)),*];
     };
 }
 
@@ -41,7 +41,7 @@ calls! {
         me: Option<Node>,
     } -> HelloAnswer;
     /// Opens a save (semantics 3.1). Again, with the same `save`: the same answer.
-    2 Anyone Begin {
+    2 Anyone BeginSave {
         /// The job.
         job: Job,
         /// The step.
@@ -52,19 +52,19 @@ calls! {
         save: SaveId,
         /// Nodes to do without, if a configured code fits without them.
         avoid: Vec<NodeId>,
-    } -> BeginAnswer;
+    } -> BeginSaveAnswer;
     /// Keeps a lease alive.
-    3 Anyone Keep {
+    3 Anyone RenewLease {
         /// The lease.
         lease: LeaseId,
     } -> ();
     /// Records one shard of an open save.
-    4 Anyone Seal {
+    4 Anyone CompleteShard {
         /// The shard.
         root: ShardRoot,
     } -> ();
     /// Decides, marks and publishes a save (semantics 3.4, 3.5).
-    5 Anyone Commit {
+    5 Anyone CommitSave {
         /// The job.
         job: Job,
         /// The step.
@@ -75,7 +75,7 @@ calls! {
         shards: u32,
     } -> Saved;
     /// Gives an open save up.
-    6 Anyone Abort {
+    6 Anyone AbortSave {
         /// The job.
         job: Job,
         /// The step.
@@ -84,7 +84,7 @@ calls! {
         save: SaveId,
     } -> ();
     /// Archives a committed step; answers with [`ArchiveEvent`]s until `Done`.
-    7 Anyone Archive {
+    7 Anyone ArchiveStep {
         /// The job.
         job: Job,
         /// The step.
@@ -93,7 +93,7 @@ calls! {
         options: ArchiveOptions,
     } -> ArchiveEvent;
     /// Removes a committed step (semantics 5).
-    8 Anyone Remove {
+    8 Anyone RemoveStep {
         /// The job.
         job: Job,
         /// The step.
@@ -102,44 +102,44 @@ calls! {
         save: SaveId,
     } -> RemoveAnswer;
     /// Committed steps, in order.
-    9 Anyone List {
+    9 Anyone ListSteps {
         /// Only this job.
         job: Option<Job>,
         /// Those after this one.
         after: Option<(Job, Step)>,
-    } -> ListAnswer;
+    } -> ListStepsAnswer;
     /// One committed step with its shards, by pages.
-    10 Anyone Show {
+    10 Anyone ShowStep {
         /// The job.
         job: Job,
         /// The step; `None` is the latest.
         step: Option<Step>,
         /// First shard of the page.
         first_shard: u32,
-    } -> ShowAnswer;
+    } -> ShowStepAnswer;
     /// The state of one shard.
-    11 Anyone GetState {
+    11 Anyone GetShardState {
         /// The shard.
         shard: ShardId,
     } -> Option<ShardState>;
     /// The registered nodes, and which are live.
-    12 Anyone Nodes {} -> Vec<NodeView>;
+    12 Anyone ListNodes {} -> Vec<NodeView>;
     /// What this node holds and uses.
-    13 Anyone NodeStatus {} -> NodeStatusAnswer;
+    13 Anyone GetNodeStatus {} -> NodeStatusAnswer;
     /// Makes a lost catalogue again from what the nodes hold; this daemon serves it afterwards (semantics 8).
-    14 Anyone Rebuild {
+    14 Anyone RebuildCatalogue {
         /// Whether to go on when too few nodes are reached, or roots are missing.
         accept_loss: bool,
     } -> RebuildAnswer;
     /// The policy that the catalogue's host applies, and what of it waits.
-    15 Anyone PolicyStatus {} -> PolicyAnswer;
+    15 Anyone GetPolicyStatus {} -> PolicyAnswer;
     /// Takes a node off the list of members (semantics 10).
     16 Anyone RemoveNode {
         /// Its name.
         name: PeerName,
     } -> ();
     /// Moves the catalogue from the daemon that serves it to this one (semantics 8).
-    17 Anyone MoveCatalogue {} -> MoveAnswer;
+    17 Anyone MoveCatalogue {} -> MoveCatalogueAnswer;
 
     /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
     20 Anyone PutBlock {
@@ -175,12 +175,12 @@ calls! {
         record: RecordName,
     } -> Option<Vec<u8>>;
     /// Names the files of a stripe.
-    23 Anyone Inspect {
+    23 Anyone ListFiles {
         /// The stripe.
         stripe: StripeId,
     } -> Vec<FileView>;
     /// Reads a range of a file; its bytes follow the answer.
-    24 Anyone Read {
+    24 Anyone ReadFile {
         /// The stripe.
         stripe: StripeId,
         /// Which file.
@@ -191,28 +191,28 @@ calls! {
         len_bytes: u64,
         /// Whether the grain hashes are wanted.
         hashes: bool,
-    } -> ReadAnswer;
+    } -> ReadFileAnswer;
     /// Reports that a file's bytes are not what they should be. The node looks at it, notes damage, and mends a replica. Answers whether it
     /// is damaged or gone.
-    25 Anyone Suspect {
+    25 Anyone VerifyFile {
         /// The stripe.
         stripe: StripeId,
         /// Which file.
         file: FileName,
     } -> bool;
     /// Those of some saves (at most 256) that this node has removed, or is to.
-    26 Anyone Buried {
+    26 Anyone FindRemovedSaves {
         /// The saves.
         saves: Vec<SaveId>,
     } -> Vec<SaveId>;
     /// The nodes of the cluster, as this one last heard of them.
-    27 Anyone Members {} -> Vec<Node>;
+    27 Anyone ListMembers {} -> Vec<Node>;
     /// Names the files of a stripe that grains can be read from, damaged ones among them.
     28 Anyone ListSources {
         /// The stripe.
         stripe: StripeId,
     } -> Vec<SourceView>;
-    /// As [`Read`], also of a damaged file: what cannot be read comes as zeros.
+    /// As [`ReadFile`], also of a damaged file: what cannot be read comes as zeros.
     29 Anyone ReadSource {
         /// The stripe.
         stripe: StripeId,
@@ -224,7 +224,7 @@ calls! {
         len_bytes: u64,
         /// Whether the grain hashes are wanted; there are none when the file's tail is broken.
         hashes: bool,
-    } -> ReadAnswer;
+    } -> ReadFileAnswer;
     /// Reads all that the node has of a stripe from its disk, checks it and notes what is damaged. Moves and mends nothing.
     30 Anyone ExamineStripe {
         /// The stripe.
@@ -234,26 +234,26 @@ calls! {
     } -> ExamineAnswer;
 
     /// Registers a node and keeps its lease.
-    40 Nodes Register {
+    40 Nodes RegisterNode {
         /// The node.
         node: Node,
     } -> RegisterAnswer;
     /// Reads a key of the catalogue.
-    41 Nodes CatalogueGet {
+    41 Nodes GetKey {
         /// The key.
         key: String,
     } -> Option<(Vec<u8>, u64)>;
     /// Compare-and-set of a key; synced before the answer.
-    42 Nodes CatalogueSet {
+    42 Nodes CompareAndSetKey {
         /// The key.
         key: String,
         /// The revision that it must have; `None`: it must not exist.
         expected: Option<u64>,
         /// The new value; `None` removes the key.
         value: Option<Vec<u8>>,
-    } -> SetAnswer;
+    } -> CompareAndSetAnswer;
     /// Keys of a prefix, in order, by pages.
-    43 Nodes CatalogueList {
+    43 Nodes ListKeys {
         /// The prefix.
         prefix: String,
         /// Keys after this one.
@@ -262,32 +262,32 @@ calls! {
         limit: u32,
     } -> Vec<(String, Vec<u8>, u64)>;
     /// Grants a lease.
-    44 Nodes LeaseGrant {} -> (LeaseId, u64);
+    44 Nodes GrantLease {} -> (LeaseId, u64);
     /// Whether a lease lives; `keep` extends it.
-    45 Nodes LeaseTouch {
+    45 Nodes TouchLease {
         /// The lease.
         lease: LeaseId,
         /// Whether to extend it.
         keep: bool,
     } -> bool;
     /// Gives a lease back.
-    46 Nodes LeaseRevoke {
+    46 Nodes RevokeLease {
         /// The lease.
         lease: LeaseId,
     } -> ();
 
     /// Admits a node's part of a plan: reserves all that it will need.
-    50 Nodes Reserve {
+    50 Nodes ReservePart {
         /// The part.
         order: Order,
     } -> ();
     /// Runs a reserved part; the answer comes when its pieces are durable and read back.
-    51 Nodes Run {
+    51 Nodes RunPart {
         /// The run.
         run: [u8; 16],
     } -> RunReport;
     /// Gives a reservation back.
-    52 Nodes Release {
+    52 Nodes ReleasePart {
         /// The run.
         run: [u8; 16],
     } -> ();
@@ -307,22 +307,22 @@ calls! {
         /// The coordinator's node.
         coordinator: NodeId,
     } -> ();
-    /// Stores a sealed tombstone: the save takes no order any more, and its files wait for [`Sweep`].
+    /// Stores a sealed tombstone: the save takes no order any more, and its files wait for [`PurgeSave`].
     55 Nodes PutTombstone {
         /// The sealed [`Tombstone`](crate::format::records::Tombstone).
         bytes: Vec<u8>,
     } -> ();
     /// Drops the replicas of an archived stripe; the node asks the catalogue itself.
-    56 Nodes Drop {
+    56 Nodes DropReplicas {
         /// The stripe.
         stripe: StripeId,
         /// The attempt that was committed.
         attempt: Attempt,
         /// The generation that began the attempt.
         generation: Generation,
-    } -> DropAnswer;
+    } -> DropReplicasAnswer;
     /// Makes a missing or rotten replica again from another node's.
-    57 Nodes Fetch {
+    57 Nodes CopyReplica {
         /// The stripe.
         stripe: StripeId,
         /// The block.
@@ -339,48 +339,48 @@ calls! {
         from: NodeAddress,
     } -> ();
     /// Removes all files of a save whose tombstone is durable on enough nodes; answers with the bytes removed.
-    59 Nodes Sweep {
+    59 Nodes PurgeSave {
         /// The save.
         save: SaveId,
     } -> u64;
     /// Takes this node for the catalogue of an epoch: it obeys no older one from here on.
-    60 Nodes Claim {
+    60 Nodes ClaimEpoch {
         /// The epoch.
         epoch: Epoch,
         /// Its catalogue's map.
-        map: MapId,
+        map: DbId,
         /// Who serves it.
         home: NodeAddress,
     } -> ();
     /// What this node holds, by shard: the evidence that a catalogue is rebuilt from.
-    62 Nodes Inventory {
+    62 Nodes ListInventory {
         /// Where the page begins: behind this shard, or behind this stripe of it.
         after: Option<(ShardId, Option<u32>)>,
         /// Only this save.
         only: Option<SaveId>,
-    } -> InventoryAnswer;
+    } -> InventoryPage;
     /// Saves that this node has a commit mark of, by pages.
-    64 Nodes Marked {
+    64 Nodes ListMarkedSaves {
         /// Where the page begins: behind this shard.
         after: Option<ShardId>,
-    } -> MarkedAnswer;
+    } -> MarkedSavesPage;
     /// Has the catalogue's home change nothing for ten seconds; what its entries come to.
-    65 Nodes HoldStill {} -> MapSum;
+    65 Nodes PauseWrites {} -> DbChecksum;
     /// Ends the catalogue of this home for a copy of it, if the copy is whole (semantics 8).
-    66 Nodes HandOver {
+    66 Nodes TransferCatalogue {
         /// What the copy comes to.
-        copied: MapSum,
+        copied: DbChecksum,
         /// The epoch of the copy.
         epoch: Epoch,
         /// The copy.
-        map: MapId,
+        map: DbId,
         /// Who serves it.
         home: NodeAddress,
     } -> ();
     /// Whether this node knows of all commits and removals (semantics 2).
     67 Nodes GetStanding {} -> StandingAnswer;
     /// Removed saves that this node knows of, in order, by pages.
-    68 Nodes ListGraves {
+    68 Nodes ListRemovedSaves {
         /// Where the page begins: behind this save.
         after: Option<SaveId>,
     } -> Vec<SaveId>;
@@ -419,7 +419,7 @@ mod tests {
     #[test]
     fn what_orders_nodes_or_the_catalogue_is_not_for_clients() {
         for (number, name, who) in ALL {
-            assert_eq!(*who == Who::Nodes, *number >= 40, "{name}");
+            assert_eq!(*who == AllowedCaller::Nodes, *number >= 40, "{name}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Messages: what is said on a stream, as bytes. Sending and receiving is `net`'s.
 //!
 //! A request opens a bidirectional stream with one frame: call number (one byte), then the call in postcard. The answer is one frame
-//! (some calls: several): `0` and the answer, or `1` and a [`Failure`]. Bulk bytes follow a frame raw, their
+//! (some calls: several): `0` and the answer, or `1` and a [`RemoteError`]. Bulk bytes follow a frame raw, their
 //! length known from it. A hop's stream is unidirectional: one [`StreamHeader`] frame, then the grains. docs/protocol.md has the bytes.
 
 pub mod answers;
@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::id::PeerName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::plan::StreamNo;
 
 /// The longest frame; a stripe record of the largest block and n fits.
@@ -23,7 +23,7 @@ pub const BULK_CHUNK_BYTES: usize = 256 << 10;
 
 /// Who may make a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Who {
+pub enum AllowedCaller {
     /// Clients and nodes of this cluster.
     Anyone,
     /// Nodes of this cluster.
@@ -37,7 +37,7 @@ pub trait Call: Serialize + DeserializeOwned + Send + Sync {
     /// Its name in logs and errors.
     const NAME: &'static str;
     /// Who may make it.
-    const WHO: Who;
+    const WHO: AllowedCaller;
     /// What comes back.
     type Answer: Serialize + DeserializeOwned + Send;
 }
@@ -54,9 +54,9 @@ pub struct NodeAddress {
 /// Why a call failed, as told to the other side.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct Failure {
+pub struct RemoteError {
     /// The kind, from which retry and exit code follow.
-    pub kind: Kind,
+    pub kind: ErrorKind,
     /// What happened, to what, and what to do next.
     pub message: String,
 }
@@ -91,8 +91,8 @@ pub enum WireError {
 
 impl WireError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
-        Kind::Invalid
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::Invalid
     }
 }
 
@@ -140,7 +140,9 @@ pub fn parse_request<C: Call>(body: &[u8]) -> Result<C, WireError> {
 }
 
 /// The frame of an answer.
-pub fn answer_to_bytes<A: Serialize>(answer: &Result<A, Failure>) -> Result<Vec<u8>, WireError> {
+pub fn answer_to_bytes<A: Serialize>(
+    answer: &Result<A, RemoteError>,
+) -> Result<Vec<u8>, WireError> {
     match answer {
         Ok(answer) => body(&[0], answer, "an answer"),
         Err(failure) => {
@@ -151,12 +153,17 @@ pub fn answer_to_bytes<A: Serialize>(answer: &Result<A, Failure>) -> Result<Vec<
 }
 
 /// Parses an answer frame.
-pub fn parse_answer<A: DeserializeOwned>(frame: &[u8]) -> Result<Result<A, Failure>, WireError> {
+pub fn parse_answer<A: DeserializeOwned>(
+    frame: &[u8],
+) -> Result<Result<A, RemoteError>, WireError> {
     match frame.split_first() {
         Some((0, body)) => value(body, "an answer").map(Ok),
         Some((1, body)) => {
             let failure: WireFailure = value(body, "a failure")?;
-            Ok(Err(Failure { kind: Kind::from_wire_code(failure.code), message: failure.message }))
+            Ok(Err(RemoteError {
+                kind: ErrorKind::from_wire_code(failure.code),
+                message: failure.message,
+            }))
         }
         _ => Err(WireError::Malformed { what: "an answer" }),
     }
@@ -184,10 +191,10 @@ mod tests {
 
     #[test]
     fn answers_and_failures_round_trip() {
-        let answer: Result<u64, Failure> = Ok(7);
+        let answer: Result<u64, RemoteError> = Ok(7);
         assert_eq!(parse_answer::<u64>(&answer_to_bytes(&answer).unwrap()).unwrap(), answer);
-        let failure: Result<u64, Failure> =
-            Err(Failure { kind: Kind::Fenced, message: "generation 1.2 is known".into() });
+        let failure: Result<u64, RemoteError> =
+            Err(RemoteError { kind: ErrorKind::Fenced, message: "generation 1.2 is known".into() });
         assert_eq!(parse_answer::<u64>(&answer_to_bytes(&failure).unwrap()).unwrap(), failure);
     }
 
@@ -197,8 +204,8 @@ mod tests {
         assert!(parse_answer::<u64>(&[]).is_err());
         assert!(parse_answer::<u64>(&[9, 1]).is_err());
         assert!(parse_answer::<u64>(&[0, 7, 7]).is_err());
-        assert!(parse_request::<calls::Keep>(&[1, 2]).is_err());
-        let long = Failure { kind: Kind::Io, message: "x".repeat(1 << 20) };
+        assert!(parse_request::<calls::RenewLease>(&[1, 2]).is_err());
+        let long = RemoteError { kind: ErrorKind::Io, message: "x".repeat(1 << 20) };
         assert!(answer_to_bytes::<u64>(&Err(long)).unwrap().len() < 8192);
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{Job, Step};
 
-/// Answer to [`PolicyStatus`](super::calls::PolicyStatus).
+/// Answer to [`GetPolicyStatus`](super::calls::GetPolicyStatus).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PolicyAnswer {
     /// The rules in force; the first is that of all jobs without one of their own.

@@ -7,13 +7,13 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use rapidraid::format::records::{Leaves, MAX_RING, Record, StripeRecord};
 use rapidraid::id::{NodeId, Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::node::Node;
-use rapidraid::store::Scope;
+use rapidraid::store::RecordScope;
 use rapidraid::wire::calls::{
-    ArchiveOptions, GetRecord, Hello, Inspect, PlanChoice, PutBlock, PutRecord, Read, ReadAnswer,
-    RecordName,
+    ArchiveOptions, GetRecord, Hello, ListFiles, PlanChoice, PutBlock, PutRecord, ReadFile,
+    ReadFileAnswer, RecordName,
 };
 use tokio::time::Instant;
 
@@ -58,7 +58,7 @@ async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes
     let mut first = voice.open_block(&two, &call).await.unwrap();
     let forwarded = PutBlock { block: 1, forward: Some(two.clone()), ..call.clone() };
     let refusal = voice.admission(&one, &forwarded).await.unwrap().1.second_refused;
-    assert_eq!(refusal.map(|(code, _)| code), Some(Kind::Busy.wire_code()));
+    assert_eq!(refusal.map(|(code, _)| code), Some(ErrorKind::Busy.wire_code()));
     assert_eq!(world.nodes[&1].memory_in_use(), [0; 5], "all or none");
     finish_block(&mut first, &bytes, &bytes).await.unwrap();
     world.assert_idle().await;
@@ -104,7 +104,8 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     let shown = client.show(&job(), None).await.unwrap();
     let (generation, root) = (shown.step.saved.generation, shown.shards[0].0.clone());
     let to = world.node_address(2);
-    let mark = |node: &Node| node.store().remove_small(Scope::Shard(root.shard), "commit");
+    let mark =
+        |node: &Node| node.store().remove_record_file(RecordScope::Shard(root.shard), "commit");
     assert!(mark(&world.nodes[&2]).unwrap());
     let get = |record| GetRecord { shard: root.shard, record };
     let put = |record, bytes| PutRecord { shard: root.shard, record, generation, bytes };
@@ -116,7 +117,7 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     // The last byte of the fixed part is one of a fingerprint's.
     *other.fixed.last_mut().unwrap() ^= 1;
     let refused = voice.ask(&to, &put(name, other.to_bytes().unwrap())).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Exists, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
     assert_eq!(voice.ask(&to, &get(name)).await.unwrap(), Some(bytes));
     // Places are hints and may change.
     let moved = StripeRecord { places: vec![NodeId(9); 4], ..record };
@@ -129,7 +130,7 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     leaves.root.len_bytes += 1;
     let other = leaves.to_bytes().unwrap();
     let refused = voice.ask(&to, &put(RecordName::Leaves, other)).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Exists, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
     assert_eq!(voice.ask(&to, &get(RecordName::Leaves)).await.unwrap(), Some(bytes));
 }
 
@@ -164,12 +165,12 @@ async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, hel
     let mut open = Vec::new();
     for index in nodes {
         let to = world.node_address(index);
-        let view = voice.ask(&to, &Inspect { stripe }).await.unwrap().remove(0);
+        let view = voice.ask(&to, &ListFiles { stripe }).await.unwrap().remove(0);
         let len_bytes = view.len_bytes;
-        let call = Read { stripe, file: view.file, from: 0, len_bytes, hashes: false };
+        let call = ReadFile { stripe, file: view.file, from: 0, len_bytes, hashes: false };
         let mut exchange = voice.open(&to, &call).await;
         exchange.finish().await.unwrap();
-        exchange.answer::<ReadAnswer>().await.unwrap();
+        exchange.answer::<ReadFileAnswer>().await.unwrap();
         assert_ne!(world.nodes[&index].memory_in_use()[2], 0);
         open.push(exchange);
     }

@@ -7,10 +7,10 @@ use rapidraid::client::{Client, ClientError, RestoreReport, RestoreRequest, Save
 use rapidraid::format::records::{Node as NodeRecord, SaveHead, ShardState, StripeState};
 use rapidraid::format::save_record::SaveRecord;
 use rapidraid::id::{Attempt, ClusterId, NodeId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::placement::place;
-use rapidraid::store::{MemoryDisk, Scope};
+use rapidraid::store::{MemoryDisk, RecordScope};
 use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::raw::{block_call, finish_block};
@@ -71,7 +71,7 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     for (step, seed) in [(1, 1), (2, 2), (3, 3), (4, 40)] {
         assert_exact(&client, step, seed).await;
     }
-    assert_eq!(restore_error(&client, 5).await.kind(), Kind::NotFound);
+    assert_eq!(restore_error(&client, 5).await.kind(), ErrorKind::NotFound);
     assert_eq!(client.show(&job(), None).await.unwrap().step.step, Step(4));
 
     // As many as the code survives may be away: more than half of the nodes know what is committed.
@@ -83,13 +83,13 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     world.kill(4).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
     let refused = restore_error(&client, 1).await;
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     for name in ["node02", "node03", "node04", "3 of 6", "4 are needed"] {
         assert!(refused.to_string().contains(name), "{refused}");
     }
     // Writing needs the catalogue.
     let refused = client.remove(&job(), Step(1)).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     for index in [0, 2, 3, 4] {
         world.boot(index);
     }
@@ -131,19 +131,22 @@ async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
     let marked: Vec<usize> = (1..=6)
         .filter(|index| {
             let store = world.nodes[index].store();
-            store.get_small(Scope::Shard(root.shard), "commit").unwrap().is_some()
+            store.get_record_file(RecordScope::Shard(root.shard), "commit").unwrap().is_some()
         })
         .collect();
     world.kill(0).await;
     for index in &marked[1..] {
-        world.nodes[index].store().remove_small(Scope::Shard(root.shard), "commit").unwrap();
+        world.nodes[index]
+            .store()
+            .remove_record_file(RecordScope::Shard(root.shard), "commit")
+            .unwrap();
     }
     let client = world.client_of(2);
     let steps: Vec<Step> =
         client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
     assert_eq!(steps, [Step(1)]);
     assert_exact(&client, 1, 1).await;
-    assert_eq!(restore_error(&client, 2).await.kind(), Kind::NotFound);
+    assert_eq!(restore_error(&client, 2).await.kind(), ErrorKind::NotFound);
 }
 
 #[tokio::test(start_paused = true)]
@@ -154,7 +157,7 @@ async fn a_home_that_changes_nothing_is_asked_all_the_same() {
     for index in [4, 5, 6] {
         world.kill(index).await;
     }
-    world.until("a home that changes nothing", || !world.nodes[&0].serves()).await;
+    world.until("a home that changes nothing", || !world.nodes[&0].serves_catalogue()).await;
     tokio::time::sleep(3 * world.lease).await;
     let client = world.client_of(1);
     let listed = client.list(None).await.unwrap();
@@ -231,7 +234,7 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
     // With a third that has nothing to say half of them are left, which is too few.
     world.nodes[&left[1]].store().note_behind().unwrap();
     let client = world.client_of(left[0]);
-    assert_eq!(restore_error(&client, 1).await.kind(), Kind::Unavailable);
+    assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::Unavailable);
     assert_by_record(&client, &replicated, small).await;
     for record in &archived {
         assert_by_record(&client, record, LEN).await;
@@ -246,7 +249,7 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
     let client = world.client_of(left[3]);
     for record in [&replicated, &archived[0]] {
         let lost = by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
-        assert_eq!(lost.kind(), Kind::Lost, "{lost}");
+        assert_eq!(lost.kind(), ErrorKind::Lost, "{lost}");
     }
 }
 
@@ -303,5 +306,5 @@ async fn a_record_is_read_where_its_nodes_are_now_and_only_in_its_cluster() {
     assert!(matches!(error, ClientError::OtherCluster { .. }), "{error}");
     let nowhere = with_head(&record, CLUSTER, Vec::new());
     let error = by_record(&client, &nowhere).await.map(|(_, report)| report).unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
 }

@@ -10,15 +10,16 @@ use rapidraid::format::records::{
 };
 use rapidraid::format::tree::grain_hash;
 use rapidraid::gf::Fingerprint;
-use rapidraid::id::{Attempt, Epoch, Generation, MapId, NodeId, Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::id::{Attempt, DbId, Epoch, Generation, NodeId, Step, StripeId};
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Address, Role};
-use rapidraid::store::{BlockSpec, Disk, Kv, PieceSpec, Scope};
+use rapidraid::store::{BlockSpec, Disk, Kv, PieceSpec, RecordScope};
 use rapidraid::wire::calls::{
-    ArchiveEvent, Drop, Fetch, PlanChoice, PutMark, PutReceipt, PutTombstone, Read, ReadAnswer, Run,
+    ArchiveEvent, CopyReplica, DropReplicas, PlanChoice, PutMark, PutReceipt, PutTombstone,
+    ReadFile, ReadFileAnswer, RunPart,
 };
 use rapidraid::wire::order::RunReport;
-use rapidraid::wire::{Call, Failure, answer_to_bytes, parse_answer};
+use rapidraid::wire::{Call, RemoteError, answer_to_bytes, parse_answer};
 
 use crate::world::between::Change;
 use crate::world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
@@ -64,7 +65,7 @@ struct Liar(Lie);
 
 impl Change for Liar {
     fn answer(&self, number: u8, frame: Bytes) -> Bytes {
-        let report = (number == Run::NUMBER).then(|| parse_answer::<RunReport>(&frame));
+        let report = (number == RunPart::NUMBER).then(|| parse_answer::<RunReport>(&frame));
         let Some(Ok(Ok(mut report))) = report else { return frame };
         self.0(&mut report);
         answer_to_bytes(&Ok(report)).unwrap().into()
@@ -88,7 +89,7 @@ async fn a_node_whose_proof_does_not_fit_is_named_and_nothing_is_dropped() {
         let chain = options(PlanChoice::Chain);
         let ended = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await;
         let error = ended.unwrap_err();
-        assert_eq!(error.kind(), Kind::Corrupt, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
         assert!(error.to_string().contains(named), "{error}");
         assert_eq!(of_names(&world, ".rep"), before);
         assert_eq!(of_names(&world, "receipt-"), []);
@@ -106,7 +107,8 @@ impl Change for NoReceipts {
         if number != PutReceipt::NUMBER {
             return frame;
         }
-        let failure = Failure { kind: Kind::Io, message: "no receipt is kept here".into() };
+        let failure =
+            RemoteError { kind: ErrorKind::Io, message: "no receipt is kept here".into() };
         answer_to_bytes::<()>(&Err(failure)).unwrap().into()
     }
 }
@@ -169,7 +171,7 @@ async fn a_bit_that_turns_between_two_hops_ends_the_plan_and_names_the_input() {
 fn claim_before_the_next_change(world: &World, index: usize) {
     let store = world.nodes[&index].store().clone();
     let home = Home { name: "elsewhere".parse().unwrap(), address: "elsewhere:1".into() };
-    let claim = move || store.claim_epoch(Epoch(2), MapId([9; 16]), home).unwrap();
+    let claim = move || store.claim_epoch(Epoch(2), DbId([9; 16]), home).unwrap();
     world.machines[index].power.cut_after(0, claim);
 }
 
@@ -180,7 +182,7 @@ async fn what_was_admitted_before_a_claim_and_written_after_it_is_not_answered_f
     let generation = Generation { epoch: Epoch(1), counter: 1000 };
     let refused = |answer: Result<(), rapidraid::net::call::CallError>, index: usize| {
         let error = answer.unwrap_err();
-        assert_eq!(error.kind(), Kind::Fenced, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
         assert_eq!(world.nodes[&index].store().epoch(), Epoch(2));
     };
 
@@ -217,9 +219,9 @@ async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     let client = world.client_of(1);
     let on = Address { host_port: address(1), node: None };
     let refused = client.rebuild_catalogue(Some(&on), false).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("2 of 6 storage nodes"), "{refused}");
-    assert!(world.nodes.values().all(|node| !node.serves()));
+    assert!(world.nodes.values().all(|node| !node.serves_catalogue()));
     // A map without entries, and without an epoch.
     let map = world.machines[1].catalogue.get().unwrap();
     assert!(map.scan(b"", None, 10).unwrap().is_empty());
@@ -241,7 +243,7 @@ async fn a_save_that_has_a_mark_is_not_aborted() {
     let before = world.snapshot();
     for index in 1..=4 {
         let refused = boss.ask(&world.node_address(index), &call).await.unwrap_err();
-        assert_eq!(refused.kind(), Kind::Denied, "{refused}");
+        assert_eq!(refused.kind(), ErrorKind::Denied, "{refused}");
         assert!(refused.to_string().contains("commit mark"), "{refused}");
     }
     assert_eq!(world.snapshot(), before);
@@ -261,9 +263,9 @@ async fn replicas_stay_where_the_piece_or_its_receipt_is_not() {
         writer.finish(None).unwrap();
         let found = of_names(&world, part).into_iter().find(|(machine, _)| *machine == index);
         world.machines[index].disk.remove(&found.unwrap().1).unwrap();
-        let call = Drop { stripe, attempt, generation };
+        let call = DropReplicas { stripe, attempt, generation };
         let refused = boss.ask(&world.node_address(index), &call).await.unwrap_err();
-        assert_eq!(refused.kind(), Kind::NotFound, "{refused}");
+        assert_eq!(refused.kind(), ErrorKind::NotFound, "{refused}");
     }
     let left: Vec<usize> = of_names(&world, ".rep").iter().map(|(index, _)| *index).collect();
     assert_eq!(left, [2, 3]);
@@ -272,14 +274,16 @@ async fn replicas_stay_where_the_piece_or_its_receipt_is_not() {
 #[tokio::test(start_paused = true)]
 async fn records_that_the_commit_did_not_fix_are_passed_over() {
     let (world, root) = with_step().await;
-    let scopes =
-        [Scope::Shard(root.shard), Scope::Stripe(StripeId { shard: root.shard, index: 0 })];
+    let scopes = [
+        RecordScope::Shard(root.shard),
+        RecordScope::Stripe(StripeId { shard: root.shard, index: 0 }),
+    ];
     for (scope, name) in scopes.into_iter().zip(["leaves", "record"]) {
         for good in 1..=4 {
             let mut kept = Vec::new();
             for index in (1..=4).filter(|index| *index != good) {
                 let store = world.nodes[&index].store();
-                let bytes = store.get_small(scope, name).unwrap().unwrap();
+                let bytes = store.get_record_file(scope, name).unwrap().unwrap();
                 let other = if name == "leaves" {
                     let mut leaves = Leaves::parse(&bytes).unwrap();
                     leaves.hashes[0][0] ^= 1;
@@ -289,12 +293,12 @@ async fn records_that_the_commit_did_not_fix_are_passed_over() {
                     *record.fixed.last_mut().unwrap() ^= 1;
                     record.to_bytes()
                 };
-                store.put_small(scope, name, &other.unwrap()).unwrap();
+                store.put_record_file(scope, name, &other.unwrap()).unwrap();
                 kept.push((index, bytes));
             }
             assert_exact(&world).await;
             for (index, bytes) in kept {
-                world.nodes[&index].store().put_small(scope, name, &bytes).unwrap();
+                world.nodes[&index].store().put_record_file(scope, name, &bytes).unwrap();
             }
         }
     }
@@ -305,7 +309,7 @@ struct Forger;
 
 impl Change for Forger {
     fn answer(&self, number: u8, frame: Bytes) -> Bytes {
-        let answer = (number == Read::NUMBER).then(|| parse_answer::<ReadAnswer>(&frame));
+        let answer = (number == ReadFile::NUMBER).then(|| parse_answer::<ReadFileAnswer>(&frame));
         let Some(Ok(Ok(mut answer))) = answer else { return frame };
         let forged = vec![7; answer.len_bytes as usize];
         answer.hashes = vec![grain_hash(answer.len_bytes, 0, &forged).unwrap()];
@@ -313,7 +317,7 @@ impl Change for Forger {
     }
 
     fn bulk(&self, number: u8, bytes: Bytes) -> Bytes {
-        if number == Read::NUMBER { vec![7; bytes.len()].into() } else { bytes }
+        if number == ReadFile::NUMBER { vec![7; bytes.len()].into() } else { bytes }
     }
 }
 
@@ -351,7 +355,7 @@ async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
         (info.len_bytes, info.root)
     };
     world.machines[*here].disk.remove(path).unwrap();
-    let call = Fetch {
+    let call = CopyReplica {
         stripe,
         block: 0,
         len_bytes,
@@ -364,7 +368,7 @@ async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
     world.until_live(4).await;
     let (boss, to) = (world.voice(Role::Node, "boss"), world.node_address(*here));
     let refused = boss.ask(&to, &call).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Lost, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Lost, "{refused}");
     assert_eq!(of_names(&world, "/block-00.rep"), holders[1..]);
     drop(forger);
     world.doors.clear();
@@ -383,7 +387,9 @@ async fn decoded_bytes_are_what_was_saved_or_none() {
         let stripe = StripeId { shard: root.shard, index: 0 };
         for index in 1..=4 {
             let store = world.nodes[&index].store();
-            store.remove_small(Scope::Stripe(stripe), &format!("receipt-{attempt}")).unwrap();
+            store
+                .remove_record_file(RecordScope::Stripe(stripe), &format!("receipt-{attempt}"))
+                .unwrap();
             let name = FileName::Piece { piece, attempt };
             let key = FileKey { stripe, name };
             let Ok(file) = store.open_file(key) else { continue };
@@ -396,7 +402,7 @@ async fn decoded_bytes_are_what_was_saved_or_none() {
         }
         match restore(&world.client(), 1).await {
             Ok((out, _)) => assert!(read_file(&*out, "weights") == content(LEN, 1), "{piece}"),
-            Err(error) => assert_eq!(error.kind(), Kind::Corrupt, "{error}"),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}"),
         }
     }
 }
@@ -413,7 +419,7 @@ async fn a_plan_that_one_node_refuses_holds_nothing_on_the_others() {
     let (client, chain) = (world.client(), options(PlanChoice::Chain));
     let ended = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await;
     let error = ended.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     // Not after a while: at once.
     let held: Vec<_> = world.nodes.values().map(|node| node.memory_in_use()[0]).collect();
     assert_eq!(held, [0; 5]);

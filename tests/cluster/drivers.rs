@@ -9,10 +9,10 @@ use rapidraid::client::{
     ClientError, NewShard, ReadRange, SaveCode, SaveDriver, SaveFate, SaveOptions,
 };
 use rapidraid::id::{SaveId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::pipeline::read::Sink;
-use rapidraid::wire::calls::Commit;
+use rapidraid::wire::calls::CommitSave;
 
 use crate::world::{World, content, job, quiet, save, shard};
 
@@ -108,14 +108,14 @@ async fn an_open_save_is_settled_as_aborted_and_never_commits() {
     let (client, voice) = (world.client(), world.voice(Role::Client, "stray"));
     let to = world.node_address(1);
     let begun = voice.begin(&to, 1).await.unwrap();
-    let commit = |shards| Commit { job: job(), step: Step(1), save: begun.save, shards };
+    let commit = |shards| CommitSave { job: job(), step: Step(1), save: begun.save, shards };
     // No shard is sealed, so no number of shards is right, least of all none.
     for shards in [0, 1] {
         let refused = voice.ask(&to, &commit(shards)).await.unwrap_err();
-        assert_eq!(refused.kind(), Kind::Invalid, "{shards} shards: {refused}");
+        assert_eq!(refused.kind(), ErrorKind::Invalid, "{shards} shards: {refused}");
     }
     assert_eq!(client.settle_save(&job(), Step(1), begun.save).await.unwrap(), SaveFate::Aborted);
-    assert_eq!(voice.ask(&to, &commit(1)).await.unwrap_err().kind(), Kind::NotFound);
+    assert_eq!(voice.ask(&to, &commit(1)).await.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(client.list(Some(&job())).await.unwrap().len(), 0);
 }
 
@@ -150,5 +150,5 @@ async fn ranges_of_several_shards_are_read_into_memory() {
     let beyond =
         ReadRange { shard: "b".parse().unwrap(), range: 0..3 * BLOCK + 1, to: memory[2].clone() };
     let error = client.read_ranges(&job(), Some(Step(1)), &[beyond], quiet()).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
 }

@@ -8,7 +8,7 @@ use rapidraid::code::{Code, reconstruct, table};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::file::{FileKey, FileName};
 use rapidraid::id::{Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::Disk;
 use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::calls::PlanChoice;
@@ -140,7 +140,7 @@ async fn play(world: &mut World, seed: u64) -> bool {
         }
         match draw.below(3) {
             // Its node has found it already.
-            0 => drop(world.nodes[&held[at].machine].store().look_at(held[at].key).unwrap()),
+            0 => drop(world.nodes[&held[at].machine].store().check_file(held[at].key).unwrap()),
             1 => {
                 world.kill(held[at].machine).await;
                 world.boot(held[at].machine);
@@ -156,7 +156,7 @@ async fn play(world: &mut World, seed: u64) -> bool {
             assert!(expected, "seed {seed}: restored from nothing? {told:?}");
         }
         Err(error) => {
-            assert_eq!(error.kind(), Kind::Lost, "seed {seed}: {error}");
+            assert_eq!(error.kind(), ErrorKind::Lost, "seed {seed}: {error}");
             assert!(!expected, "seed {seed}: {error}: {told:#?}");
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rapidraid::id::Step;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{MemoryDisk, MemoryKv};
 use rapidraid::wire::calls::PlanChoice;
 
@@ -24,16 +24,16 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     }
     let name = world.machines[6].name.clone();
     let refused = client.remove_node(&"nobody".parse().unwrap()).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::NotFound, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::NotFound, "{refused}");
     let refused = client.remove_node(&name).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Busy, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
 
     // The home has compared what each node holds, and does so again with one that has come back to the list.
     tokio::time::sleep(8 * world.lease).await;
     world.kill(6).await;
     tokio::time::sleep(2 * world.lease).await;
     let refused = client.remove_node(&name).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Exists, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
     assert!(refused.to_string().contains("job/1, job/2"), "{refused}");
 
     // What is being removed waits for the node; when it leaves, nothing waits any more.

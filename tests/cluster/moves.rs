@@ -6,11 +6,13 @@ use std::time::Duration;
 use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::format::envelope::{RecordKind, seal_record};
 use rapidraid::format::records::SeenEpoch;
-use rapidraid::id::{Epoch, MapId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::id::{DbId, Epoch, Step};
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Address, Role};
 use rapidraid::store::Disk;
-use rapidraid::wire::calls::{Claim, HandOver, HoldStill, MapSum, MoveAnswer, PlanChoice};
+use rapidraid::wire::calls::{
+    ClaimEpoch, DbChecksum, MoveCatalogueAnswer, PauseWrites, PlanChoice, TransferCatalogue,
+};
 
 use crate::world::raw::block_call;
 use crate::world::{World, address, content, job, options, quiet, read_file, restore, save, shard};
@@ -18,7 +20,7 @@ use crate::world::{World, address, content, job, options, quiet, read_file, rest
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;
 
-async fn move_to(client: &Client, index: usize) -> Result<MoveAnswer, ClientError> {
+async fn move_to(client: &Client, index: usize) -> Result<MoveCatalogueAnswer, ClientError> {
     client.move_catalogue(&Address { host_port: address(index), node: None }).await
 }
 
@@ -60,7 +62,7 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
         (Epoch(2), "node03", "node00")
     );
     assert_eq!(moved.entries, before.iter().map(|keys| keys.len() as u64).sum::<u64>());
-    assert!(world.nodes[&3].serves() && !world.nodes[&0].serves());
+    assert!(world.nodes[&3].serves_catalogue() && !world.nodes[&0].serves_catalogue());
     assert_eq!((client.list(None).await.unwrap(), keys(&world)), (listed.clone(), before));
     for step in 1..=3 {
         world.assert_invariant(&client, step).await;
@@ -77,7 +79,7 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     world.kill(0).await;
     world.boot(0);
     tokio::time::sleep(2 * world.lease).await;
-    assert!(!world.nodes[&0].serves());
+    assert!(!world.nodes[&0].serves_catalogue());
     let back = move_to(&client, 0).await.unwrap();
     assert_eq!(
         (back.epoch, back.home.as_str(), back.from.as_str()),
@@ -147,49 +149,49 @@ async fn a_home_hands_over_only_for_a_whole_copy() {
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let (voice, to) = (world.voice(Role::Node, "node09"), world.node_address(0));
-    let held = voice.ask(&to, &HoldStill {}).await.unwrap();
+    let held = voice.ask(&to, &PauseWrites {}).await.unwrap();
     let home = world.node_address(3);
-    let order = |copied, epoch| HandOver {
+    let order = |copied, epoch| TransferCatalogue {
         copied,
         epoch: Epoch(epoch),
-        map: MapId([9; 16]),
+        map: DbId([9; 16]),
         home: home.clone(),
     };
-    let other = MapSum { sum: [0; 16], ..held };
-    let older = MapSum { revision: held.revision - 1, ..held };
+    let other = DbChecksum { sum: [0; 16], ..held };
+    let older = DbChecksum { revision: held.revision - 1, ..held };
     for (copied, epoch, kind) in [
-        (other, 2, Kind::Exists),
-        (older, 2, Kind::Exists),
-        (held, 1, Kind::Fenced),
-        (held, 0, Kind::Fenced),
+        (other, 2, ErrorKind::Exists),
+        (older, 2, ErrorKind::Exists),
+        (held, 1, ErrorKind::Fenced),
+        (held, 0, ErrorKind::Fenced),
     ] {
         assert_eq!(voice.ask(&to, &order(copied, epoch)).await.unwrap_err().kind(), kind);
     }
     // A client may ask neither.
     let client_voice = world.voice(Role::Client, "somebody");
-    assert_eq!(client_voice.ask(&to, &HoldStill {}).await.unwrap_err().kind(), Kind::Denied);
+    assert_eq!(client_voice.ask(&to, &PauseWrites {}).await.unwrap_err().kind(), ErrorKind::Denied);
     let denied = client_voice.ask(&to, &order(held, 2)).await.unwrap_err();
-    assert_eq!(denied.kind(), Kind::Denied);
+    assert_eq!(denied.kind(), ErrorKind::Denied);
     // Held still, it changes nothing, and reads; then it goes on, and the copy is an old one.
     let refused = try_save(&client, 2).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Busy, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
     assert_exact(&client, 1).await;
     tokio::time::sleep(Duration::from_secs(10)).await;
     try_save(&client, 2).await.unwrap();
-    assert_eq!(voice.ask(&to, &order(held, 2)).await.unwrap_err().kind(), Kind::Exists);
-    assert!(world.nodes[&0].serves());
+    assert_eq!(voice.ask(&to, &order(held, 2)).await.unwrap_err().kind(), ErrorKind::Exists);
+    assert!(world.nodes[&0].serves_catalogue());
     // It hears half of the nodes: there may be a later catalogue, of which its copy must not become the next.
-    let held = voice.ask(&to, &HoldStill {}).await.unwrap();
+    let held = voice.ask(&to, &PauseWrites {}).await.unwrap();
     for index in [4, 5, 6] {
         world.kill(index).await;
     }
-    world.until("it changes nothing", || !world.nodes[&0].serves()).await;
-    let refused = voice.ask(&to, &HoldStill {}).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    world.until("it changes nothing", || !world.nodes[&0].serves_catalogue()).await;
+    let refused = voice.ask(&to, &PauseWrites {}).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     let refused = voice.ask(&to, &order(held, 2)).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     world.boot(4);
-    world.until("it serves again", || world.nodes[&0].serves()).await;
+    world.until("it serves again", || world.nodes[&0].serves_catalogue()).await;
 }
 
 /// A rebuild has begun elsewhere while the old home was cut off; who moves it knows the old one only.
@@ -198,11 +200,11 @@ async fn an_older_catalogue_than_nodes_have_heard_of_is_not_moved() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of(3);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let claim = Claim { epoch: Epoch(2), map: MapId([9; 16]), home: world.node_address(5) };
+    let claim = ClaimEpoch { epoch: Epoch(2), map: DbId([9; 16]), home: world.node_address(5) };
     let voice = world.voice(Role::Node, "node05");
     voice.ask(&world.node_address(6), &claim).await.unwrap();
     let refused = move_to(&client, 3).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Fenced, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
     assert!(refused.to_string().contains("node06"), "{refused}");
     assert_eq!(world.nodes[&3].store().epoch(), Epoch(1));
 }
@@ -215,18 +217,22 @@ async fn a_move_that_ends_in_the_middle_leaves_everything_to_a_rebuild() {
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let files = world.files(|_| true);
     let (voice, to) = (world.voice(Role::Node, "node09"), world.node_address(0));
-    let copied = voice.ask(&to, &HoldStill {}).await.unwrap();
-    let order =
-        HandOver { copied, epoch: Epoch(2), map: MapId([9; 16]), home: world.node_address(3) };
+    let copied = voice.ask(&to, &PauseWrites {}).await.unwrap();
+    let order = TransferCatalogue {
+        copied,
+        epoch: Epoch(2),
+        map: DbId([9; 16]),
+        home: world.node_address(3),
+    };
     for _ in 0..2 {
         voice.ask(&to, &order).await.unwrap();
     }
-    assert!(!world.nodes[&0].serves());
-    let other = HandOver { map: MapId([8; 16]), ..order };
-    assert_eq!(voice.ask(&to, &other).await.unwrap_err().kind(), Kind::Fenced);
-    assert_eq!(try_save(&client, 2).await.unwrap_err().kind(), Kind::Unavailable);
+    assert!(!world.nodes[&0].serves_catalogue());
+    let other = TransferCatalogue { map: DbId([8; 16]), ..order };
+    assert_eq!(voice.ask(&to, &other).await.unwrap_err().kind(), ErrorKind::Fenced);
+    assert_eq!(try_save(&client, 2).await.unwrap_err().kind(), ErrorKind::Unavailable);
     let refused = move_to(&client, 4).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert_eq!(world.files(|_| true), files);
     rebuild_on(&client, 4).await;
     assert_exact(&client, 1).await;
@@ -239,12 +245,12 @@ async fn a_move_is_refused_where_it_would_help_nobody() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of_all(&[0, 1, 2]);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    assert_eq!(move_to(&client, 0).await.unwrap_err().kind(), Kind::Exists);
+    assert_eq!(move_to(&client, 0).await.unwrap_err().kind(), ErrorKind::Exists);
     for index in [4, 5, 6] {
         world.kill(index).await;
     }
     let refused = move_to(&client, 3).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable);
+    assert_eq!(refused.kind(), ErrorKind::Unavailable);
     assert!(refused.to_string().contains("node04, node05, node06"), "{refused}");
     world.boot(4);
     move_to(&client, 3).await.unwrap();
@@ -276,7 +282,7 @@ async fn an_old_copy_of_the_catalogue_is_not_served() {
             world.boot(index);
         }
         tokio::time::sleep(20 * world.lease).await;
-        assert!(!world.nodes[&0].serves());
+        assert!(!world.nodes[&0].serves_catalogue());
         assert_eq!(world.files(|_| true), files);
         let status = world.client_of(0).status().await.unwrap();
         let notes: Vec<String> = status
@@ -302,8 +308,8 @@ async fn an_epoch_out_of_all_reach_ends_nothing() {
     let voice = world.voice(Role::Node, "node09");
     for index in 0..=6 {
         let to = world.node_address(index);
-        let claim = Claim { epoch: far, map: MapId([9; 16]), home: world.node_address(3) };
-        assert_eq!(voice.ask(&to, &claim).await.unwrap_err().kind(), Kind::Invalid);
+        let claim = ClaimEpoch { epoch: far, map: DbId([9; 16]), home: world.node_address(3) };
+        assert_eq!(voice.ask(&to, &claim).await.unwrap_err().kind(), ErrorKind::Invalid);
     }
     world.kill(6).await;
     let seen = SeenEpoch { epoch: far, map: None, home: None };
@@ -313,7 +319,7 @@ async fn an_epoch_out_of_all_reach_ends_nothing() {
     file.write_at(&bytes, 0).unwrap();
     world.boot(6);
     tokio::time::sleep(5 * world.lease).await;
-    assert!(world.nodes[&0].serves());
+    assert!(world.nodes[&0].serves_catalogue());
     try_save(&client, 2).await.unwrap();
     world.kill(0).await;
     world.machines[0].catalogue.set(None);
@@ -329,7 +335,7 @@ async fn a_map_that_is_taken_away_under_its_daemon_is_missed() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
     world.machines[0].catalogue.set(None);
-    world.until("a home that serves nothing", || !world.nodes[&0].serves()).await;
+    world.until("a home that serves nothing", || !world.nodes[&0].serves_catalogue()).await;
     let status = world.client_of(1).status().await.unwrap();
     let home = status.nodes.iter().find(|node| node.view.node.name == world.machines[0].name);
     let notes = &home.unwrap().held.as_ref().unwrap().notes;

@@ -142,7 +142,7 @@ async fn the_newest_and_every_fourth_step_are_kept_and_others_go() {
     until_left(&client, &job(), &[0, 4, 8, 12, 13, 14]).await;
     until_archived(&client, &world, &[0, 4, 8]).await;
     let gone = client.show(&job(), Some(Step(5))).await.unwrap_err();
-    assert_eq!(gone.kind(), rapidraid::kind::Kind::NotFound);
+    assert_eq!(gone.kind(), rapidraid::kind::ErrorKind::NotFound);
     let answer = policy(&client).await;
     assert_eq!((answer.to_retire, answer.removing, answer.waiting), (0, 0, vec![]));
     world.assert_idle().await;

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::id::{Epoch, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Address, Role};
-use rapidraid::store::{Disk, Kv, MemoryKv, Scope};
-use rapidraid::wire::calls::{Keep, PlanChoice, RebuildAnswer};
+use rapidraid::store::{Disk, Kv, MemoryKv, RecordScope};
+use rapidraid::wire::calls::{PlanChoice, RebuildAnswer, RenewLease};
 
 use crate::world::raw::block_call;
 use crate::world::{
@@ -48,7 +48,7 @@ async fn assert_exact(client: &Client, step: u64) {
 }
 
 async fn serves(world: &World, index: usize) {
-    world.until("a catalogue", || world.nodes[&index].serves()).await;
+    world.until("a catalogue", || world.nodes[&index].serves_catalogue()).await;
 }
 
 /// Everything a catalogue can hold, made, lost and made again.
@@ -74,7 +74,7 @@ async fn a_lost_catalogue_is_made_again_from_the_nodes() {
     lose_catalogue(&mut world).await;
     let shards = vec![shard("w", &content(9, 1))];
     let refused = client.save(&job(), Step(6), shards, replace, quiet()).await;
-    assert_eq!(refused.unwrap_err().kind(), Kind::Unavailable);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unavailable);
 
     let report = rebuild_on(&client, 3, false).await.unwrap();
     assert_eq!((report.epoch, report.steps, report.shards), (Epoch(2), 4, 7));
@@ -87,7 +87,7 @@ async fn a_lost_catalogue_is_made_again_from_the_nodes() {
     }
     let (out, _) = restore(&client, 4).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 40));
-    assert_eq!(restore_error(&client, 5).await.kind(), Kind::NotFound);
+    assert_eq!(restore_error(&client, 5).await.kind(), ErrorKind::NotFound);
     // It works on: new saves, archiving of what was saved before, removal.
     archive(&client, 3, PlanChoice::Chain).await;
     save(&client, 6, &[("weights", &content(LEN, 6))]).await;
@@ -117,7 +117,7 @@ async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down(
     // Empty: it is not begun anew.
     world.boot(0);
     tokio::time::sleep(5 * world.lease).await;
-    assert!(!world.nodes[&0].serves());
+    assert!(!world.nodes[&0].serves_catalogue());
     assert!(world.machines[0].catalogue.get().is_none());
     assert_eq!(world.files(|_| true), files);
 
@@ -127,8 +127,8 @@ async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down(
     world.machines[0].catalogue.set(Some(old));
     world.boot(0);
     tokio::time::sleep(5 * world.lease).await;
-    assert!(!world.nodes[&0].serves());
-    assert!(world.nodes[&2].serves());
+    assert!(!world.nodes[&0].serves_catalogue());
+    assert!(world.nodes[&2].serves_catalogue());
     let status = world.client_of(0).status().await.unwrap();
     let notes = |index: usize| {
         let name = &world.machines[index].name;
@@ -151,7 +151,7 @@ async fn a_rebuild_without_enough_nodes_is_refused_with_the_list() {
         world.kill(index).await;
     }
     let error = rebuild_on(&client, 1, false).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     for name in ["node03", "node04", "node05"] {
         assert!(error.to_string().contains(name), "{error}");
     }
@@ -186,8 +186,8 @@ async fn a_daemon_that_knows_no_storage_node_says_so() {
     let alone = world.client_of(0);
     for _ in 0..2 {
         let refused = alone.list(None).await.unwrap_err();
-        assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
-        assert_eq!(restore_error(&alone, 1).await.kind(), Kind::Unavailable);
+        assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+        assert_eq!(restore_error(&alone, 1).await.kind(), ErrorKind::Unavailable);
         for accept_loss in [false, true] {
             let refused = rebuild_on(&alone, 0, accept_loss).await.unwrap_err();
             assert!(refused.to_string().contains("no storage node"), "{refused}");
@@ -215,7 +215,7 @@ async fn a_home_on_a_new_disk_stands_down_whether_it_or_the_rebuild_was_first() 
         if !is_first {
             world.boot(0);
         }
-        world.until("it stands down", || !world.nodes[&0].serves()).await;
+        world.until("it stands down", || !world.nodes[&0].serves_catalogue()).await;
         world.until("it knows better", || world.nodes[&0].store().epoch() == Epoch(2)).await;
         assert_exact(&world.client_of(0), 1).await;
     }
@@ -298,8 +298,8 @@ async fn what_was_superseded_and_is_not_whole_any_more_holds_up_no_rebuild() {
     world.kill(1).await;
     for index in 2..=6 {
         let store = world.nodes[&index].store();
-        for (name, _) in store.list_small(Scope::Shard(lost)).unwrap() {
-            store.remove_small(Scope::Shard(lost), &name).unwrap();
+        for (name, _) in store.list_record_files(RecordScope::Shard(lost)).unwrap() {
+            store.remove_record_file(RecordScope::Shard(lost), &name).unwrap();
         }
     }
     lose_catalogue(&mut world).await;
@@ -323,11 +323,11 @@ async fn who_knows_an_epoch_and_no_home_is_found_by_the_home() {
     world.replace(0);
     world.boot(0);
     let seen = world.nodes[&3].store();
-    world.nodes[&0].store().note_map(seen.epoch(), seen.map().unwrap()).unwrap();
+    world.nodes[&0].store().note_db_id(seen.epoch(), seen.last_db_id().unwrap()).unwrap();
     world.kill(0).await;
     world.boot(0);
     tokio::time::sleep(3 * world.lease).await;
-    assert_eq!(world.nodes[&0].store().home(), None, "it was told after all");
+    assert_eq!(world.nodes[&0].store().last_catalogue_server(), None, "it was told after all");
     assert_exact(&world.client_of(0), 1).await;
     save(&world.client_of(0), 2, &[("weights", &content(LEN, 2))]).await;
 }
@@ -349,7 +349,7 @@ async fn a_save_under_way_is_no_orphan_of_a_rebuild() {
     let files = world.files_of(begun.save);
     assert!(!files.is_empty());
     for _ in 0..20 {
-        voice.ask(&to, &Keep { lease: begun.lease }).await.unwrap();
+        voice.ask(&to, &RenewLease { lease: begun.lease }).await.unwrap();
         tokio::time::sleep(world.lease / 3).await;
     }
     assert_eq!(world.files_of(begun.save), files);
@@ -362,17 +362,17 @@ async fn a_rebuild_marks_again_what_it_brings_back() {
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let root = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
-    let scope = Scope::Shard(root.shard);
+    let scope = RecordScope::Shard(root.shard);
     let marked = |world: &World| -> Vec<usize> {
         let has = |index: &usize| {
-            world.nodes[index].store().get_small(scope, "commit").unwrap().is_some()
+            world.nodes[index].store().get_record_file(scope, "commit").unwrap().is_some()
         };
         (1..=6).filter(has).collect()
     };
     let before = marked(&world);
     lose_catalogue(&mut world).await;
     for index in &before[1..] {
-        world.nodes[index].store().remove_small(scope, "commit").unwrap();
+        world.nodes[index].store().remove_record_file(scope, "commit").unwrap();
     }
     rebuild_on(&client, 2, false).await.unwrap();
     assert_eq!(marked(&world), before);
@@ -428,13 +428,13 @@ async fn a_rebuild_that_died_is_done_again_elsewhere() {
         let again = rebuild_on(&other, 3, false).await;
         match again {
             Ok(report) => assert!(report.epoch >= Epoch(2), "{turns}"),
-            Err(error) => assert_eq!(error.kind(), Kind::Unavailable, "{turns}: {error}"),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{turns}: {error}"),
         }
         // Node 2 comes back: with a map of an older epoch, with none, or with one that was never finished.
         world.boot(2);
-        world.until("one home", || world.nodes.values().any(|node| node.serves())).await;
+        world.until("one home", || world.nodes.values().any(|node| node.serves_catalogue())).await;
         tokio::time::sleep(3 * world.lease).await;
-        let homes = world.nodes.values().filter(|node| node.serves()).count();
+        let homes = world.nodes.values().filter(|node| node.serves_catalogue()).count();
         assert_eq!(homes, 1, "{turns}");
         assert_exact(&client, 1).await;
     }
@@ -453,7 +453,7 @@ async fn of_two_rebuilds_at_once_one_ends() {
         rebuild_on(&one, 1, false).await.unwrap();
     }
     tokio::time::sleep(3 * world.lease).await;
-    assert_eq!(world.nodes.values().filter(|node| node.serves()).count(), 1);
+    assert_eq!(world.nodes.values().filter(|node| node.serves_catalogue()).count(), 1);
     assert_exact(&two, 1).await;
 }
 
@@ -471,7 +471,7 @@ async fn an_old_home_that_was_cut_off_commits_nothing_and_stands_down() {
         world.network.partition(&format!("client{number}:0"), &address(index));
     }
     tokio::time::sleep(2 * world.lease).await;
-    assert!(!world.nodes[&0].serves(), "it hears one of six");
+    assert!(!world.nodes[&0].serves_catalogue(), "it hears one of six");
     let report = rebuild_on(&client, 1, false).await.unwrap();
     assert_eq!(report.missing.len(), 0, "node 6 is reached from both sides");
     let late = vec![shard("weights", &content(LEN, 7))];
@@ -483,7 +483,7 @@ async fn an_old_home_that_was_cut_off_commits_nothing_and_stands_down() {
     for index in 1..=5 {
         world.network.heal(&address(0), &address(index));
     }
-    world.until("the old home stands down", || !world.nodes[&0].serves()).await;
+    world.until("the old home stands down", || !world.nodes[&0].serves_catalogue()).await;
     assert_exact(&client, 1).await;
     assert_exact(&client, 2).await;
     assert_eq!(client.list(None).await.unwrap().len(), 2);
@@ -540,13 +540,14 @@ async fn a_save_whose_one_mark_is_on_a_node_that_is_away_is_kept() {
     let shard = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
     let marked: Vec<usize> = (1..=6)
         .filter(|index| {
-            let mark = world.nodes[index].store().get_small(Scope::Shard(shard), "commit");
+            let mark =
+                world.nodes[index].store().get_record_file(RecordScope::Shard(shard), "commit");
             mark.unwrap().is_some()
         })
         .collect();
     let (away, others) = marked.split_last().unwrap();
     for index in others {
-        world.nodes[index].store().remove_small(Scope::Shard(shard), "commit").unwrap();
+        world.nodes[index].store().remove_record_file(RecordScope::Shard(shard), "commit").unwrap();
     }
     world.kill(*away).await;
     lose_catalogue(&mut world).await;
@@ -587,6 +588,6 @@ async fn members_that_nobody_knows_keep_a_rebuild_from_going_on() {
         store.put_members(&members).unwrap();
     }
     let refused = rebuild_on(&world.client_of(1), 1, false).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("known to none"), "{refused}");
 }

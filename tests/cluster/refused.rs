@@ -13,17 +13,18 @@ use rapidraid::format::records::{
     CommitMark, Leaves, Receipt, Record, RemoveReason, ShardRoot, StripeState, Tombstone,
 };
 use rapidraid::id::{Attempt, Epoch, Generation, NodeId, SaveId, ShardId, Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::call::CallError;
 use rapidraid::net::frame::FramedRecv;
 use rapidraid::net::{NetError, Role};
 use rapidraid::wire::calls::{
-    ALL, Begin, CatalogueSet, Drop, Fetch, Hello, LeaseRevoke, NodeStatus, PlanChoice, PutBlock,
-    PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName, Register, Release,
-    Reserve, Run, Sweep,
+    ALL, BeginSave, CompareAndSetKey, CopyReplica, DropReplicas, GetNodeStatus, Hello, PlanChoice,
+    PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
+    RegisterNode, ReleasePart, ReservePart, RevokeLease, RunPart,
 };
 use rapidraid::wire::{
-    Call, MAX_FRAME_BYTES, NodeAddress, StreamHeader, Who, message_to_bytes, request_to_bytes,
+    AllowedCaller, Call, MAX_FRAME_BYTES, NodeAddress, StreamHeader, message_to_bytes,
+    request_to_bytes,
 };
 
 use orders::order;
@@ -55,7 +56,7 @@ async fn assert_alive(voice: &Voice, node: &NodeAddress) {
     assert_eq!(PANICS.load(Ordering::SeqCst), 0, "something panicked");
 }
 
-fn kind_of<T: std::fmt::Debug>(answer: Result<T, CallError>) -> Kind {
+fn kind_of<T: std::fmt::Debug>(answer: Result<T, CallError>) -> ErrorKind {
     answer.unwrap_err().kind()
 }
 
@@ -117,18 +118,18 @@ fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
         (C::NUMBER, request_to_bytes(&call).unwrap())
     }
     vec![
-        frame(Register { node }),
-        frame(CatalogueSet { key, expected: Some(1), value: None }),
-        frame(CatalogueSet { key: "c/job/x".into(), expected: None, value: Some(vec![1]) }),
-        frame(LeaseRevoke { lease: rapidraid::id::LeaseId([0; 16]) }),
-        frame(Reserve { order: order(stripe) }),
-        frame(Run { run: [3; 16] }),
-        frame(Release { run: [3; 16] }),
+        frame(RegisterNode { node }),
+        frame(CompareAndSetKey { key, expected: Some(1), value: None }),
+        frame(CompareAndSetKey { key: "c/job/x".into(), expected: None, value: Some(vec![1]) }),
+        frame(RevokeLease { lease: rapidraid::id::LeaseId([0; 16]) }),
+        frame(ReservePart { order: order(stripe) }),
+        frame(RunPart { run: [3; 16] }),
+        frame(ReleasePart { run: [3; 16] }),
         frame(PutMark { bytes: mark.to_vec(), epoch: Epoch(1) }),
         frame(PutReceipt { bytes: receipt, owner, coordinator }),
         frame(PutTombstone { bytes: tombstone }),
-        frame(Drop { stripe, attempt, generation }),
-        frame(Fetch {
+        frame(DropReplicas { stripe, attempt, generation }),
+        frame(CopyReplica {
             stripe,
             block: 0,
             len_bytes: 10,
@@ -137,7 +138,7 @@ fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
             coordinator,
             from,
         }),
-        frame(Sweep { save: root.save }),
+        frame(PurgeSave { save: root.save }),
         frame(PutPlaces { stripe, generation, coordinator, bytes: vec![] }),
     ]
 }
@@ -151,8 +152,8 @@ async fn a_client_may_make_no_call_of_nodes() {
     let before = world.snapshot();
     let mut frames = orders(&root, &mark);
     let told = frames.len();
-    for &(number, name, who) in ALL.iter().filter(|(_, _, who)| *who == Who::Nodes) {
-        assert_eq!(who, Who::Nodes, "{name}");
+    for &(number, name, who) in ALL.iter().filter(|(_, _, who)| *who == AllowedCaller::Nodes) {
+        assert_eq!(who, AllowedCaller::Nodes, "{name}");
         frames.push((number, vec![number]));
         frames.push((number, [vec![number], vec![7; 100]].concat()));
     }
@@ -160,7 +161,7 @@ async fn a_client_may_make_no_call_of_nodes() {
     for node in (0..=4).map(|index| world.node_address(index)) {
         for (number, frame) in &frames {
             let error = client.send(&node, frame).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Denied, "call {number}: {error}");
+            assert_eq!(error.kind(), ErrorKind::Denied, "call {number}: {error}");
             assert!(error.to_string().contains("client is a client"), "{error}");
         }
         assert_alive(&client, &node).await;
@@ -178,11 +179,11 @@ async fn a_clients_stream_into_a_hop_is_stopped() {
     let header = [(header.len() as u32).to_le_bytes().to_vec(), header].concat();
     let garbage = vec![1, 0, 0, 0, 255];
     for (voice, bytes, kind) in [
-        (&client, &header, Kind::Denied),
-        (&client, &garbage, Kind::Denied),
+        (&client, &header, ErrorKind::Denied),
+        (&client, &garbage, ErrorKind::Denied),
         // A node's stream that no hop waits for, and one that says nothing.
-        (&node, &header, Kind::NotFound),
-        (&node, &garbage, Kind::Invalid),
+        (&node, &header, ErrorKind::NotFound),
+        (&node, &garbage, ErrorKind::Invalid),
     ] {
         let connection = voice.connection(&to).await;
         let mut stream = connection.open_uni().await.unwrap();
@@ -222,12 +223,12 @@ async fn what_is_committed_is_not_overwritten() {
                     forward: None,
                 };
                 let answer = client.put_block(&node, &call, &other).await;
-                assert_eq!(kind_of(answer), Kind::Denied);
+                assert_eq!(kind_of(answer), ErrorKind::Denied);
             }
             for record in [RecordName::Leaves, RecordName::Stripe { index: 0 }, mark, receipt] {
                 let bytes = leaves.clone();
                 let call = PutRecord { shard: root.shard, record, generation, bytes };
-                assert_eq!(kind_of(client.ask(&node, &call).await), Kind::Denied);
+                assert_eq!(kind_of(client.ask(&node, &call).await), ErrorKind::Denied);
             }
         }
     }
@@ -245,12 +246,12 @@ async fn marks_and_receipts_do_not_come_from_clients_of_open_saves_either() {
     let receipt = RecordName::Receipt { index: 0, attempt: Attempt([1; 16]) };
     for record in [RecordName::Mark, receipt] {
         let call = PutRecord { shard, record, generation: begun.generation, bytes: vec![1; 60] };
-        assert_eq!(kind_of(client.ask(&node, &call).await), Kind::Denied);
+        assert_eq!(kind_of(client.ask(&node, &call).await), ErrorKind::Denied);
     }
     for record in [RecordName::Leaves, RecordName::Stripe { index: u32::MAX }] {
         let call = PutRecord { shard, record, generation: begun.generation, bytes: vec![1; 60] };
         let kind = kind_of(client.ask(&node, &call).await);
-        assert!(matches!(kind, Kind::Corrupt | Kind::Invalid), "{kind:?}");
+        assert!(matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid), "{kind:?}");
     }
     assert_eq!(world.files_of(begun.save), []);
     // Blocks of no length, of a length beyond any, and with other bytes than were announced.
@@ -258,14 +259,14 @@ async fn marks_and_receipts_do_not_come_from_clients_of_open_saves_either() {
     let good = block_call(&begun, 1000);
     for len_bytes in [0, (128 << 20) + 1, u64::MAX] {
         let call = PutBlock { len_bytes, ..good.clone() };
-        assert_eq!(kind_of(client.put_block(&node, &call, &bytes).await), Kind::Invalid);
+        assert_eq!(kind_of(client.put_block(&node, &call, &bytes).await), ErrorKind::Invalid);
     }
     for len_bytes in [999, 1001] {
         let call = PutBlock { len_bytes, ..good.clone() };
         client.put_block(&node, &call, &bytes).await.unwrap_err();
     }
     let call = PutBlock { fingerprint_key: [6; 32], ..good.clone() };
-    assert_eq!(kind_of(client.put_block(&node, &call, &bytes).await), Kind::Corrupt);
+    assert_eq!(kind_of(client.put_block(&node, &call, &bytes).await), ErrorKind::Corrupt);
     assert_eq!(world.files_of(begun.save), []);
     assert_both_steps(&world).await;
 }
@@ -308,10 +309,10 @@ async fn messages_that_are_none_disturb_nobody() {
     let to = world.node_address(2);
     let entropy = SeededEntropy::new(7);
     for voice in [&client, &node] {
-        assert_eq!(kind_of(voice.send(&to, &[]).await), Kind::Invalid);
+        assert_eq!(kind_of(voice.send(&to, &[]).await), ErrorKind::Invalid);
         for number in (0..=255u8).filter(|number| ALL.iter().all(|(known, _, _)| known != number)) {
             let error = voice.send(&to, &[number, 1, 2, 3]).await.unwrap_err();
-            assert_eq!(error.kind(), Kind::Invalid);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.to_string().contains("newer version"), "{error}");
         }
         // Bodies of bytes: most parse as nothing, and none may be the end of anything.
@@ -356,7 +357,7 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
         ));
     }
     // A list that would take many times its bytes once it is parsed.
-    let call = Begin {
+    let call = BeginSave {
         job: job(),
         step: Step(9),
         replace: false,
@@ -364,7 +365,7 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
         avoid: vec![NodeId(1); 70_000],
     };
     let refused = client.ask(&to, &call).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
     assert!(refused.to_string().contains("it may have 65536"), "{refused}");
     // As many as a connection may have, each with the beginning of a request and no more.
     let mut halves = Vec::new();
@@ -406,35 +407,38 @@ async fn evidence_of_another_cluster_is_none() {
     let tombstone =
         Tombstone { cluster: other, save, generation: GENERATION, reason: RemoveReason::Deleted };
     let bytes = tombstone.to_bytes().unwrap();
-    assert_eq!(kind_of(node.ask(&to, &PutTombstone { bytes }).await), Kind::Denied);
-    assert_eq!(kind_of(node.ask(&to, &Sweep { save }).await), Kind::Denied);
+    assert_eq!(kind_of(node.ask(&to, &PutTombstone { bytes }).await), ErrorKind::Denied);
+    assert_eq!(kind_of(node.ask(&to, &PurgeSave { save }).await), ErrorKind::Denied);
     let client = world.client();
     let saved = client.show(&job(), Some(Step(2))).await.unwrap().step.saved;
     let mark = CommitMark { cluster: other, saved, root: root.clone() };
     let bytes = mark.to_bytes().unwrap();
-    assert_eq!(kind_of(node.ask(&to, &PutMark { bytes, epoch: Epoch(1) }).await), Kind::Denied);
+    assert_eq!(
+        kind_of(node.ask(&to, &PutMark { bytes, epoch: Epoch(1) }).await),
+        ErrorKind::Denied
+    );
     let (attempt, code) = (Attempt([9; 16]), table::find(4, 2).unwrap().id());
     let (stripe, owner) = (StripeId { shard: root.shard, index: 0 }, GENERATION);
     let receipt =
         Receipt { cluster: other, stripe, attempt, generation: owner, code, pieces: vec![] };
     let (bytes, coordinator) = (receipt.to_bytes().unwrap(), NodeId(1));
     let call = PutReceipt { bytes, owner, coordinator };
-    assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Denied);
+    assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Denied);
     // Drops without the catalogue's word.
     let stripe = StripeId { shard: root.shard, index: 0 };
-    let call = Drop { stripe, attempt: Attempt([1; 16]), generation: GENERATION };
-    assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Fenced);
+    let call = DropReplicas { stripe, attempt: Attempt([1; 16]), generation: GENERATION };
+    assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Fenced);
     let archived = client.show(&job(), Some(Step(1))).await.unwrap().shards.remove(0);
     let Some(StripeState::Archived { attempt, generation, .. }) = archived.1.stripe(0) else {
         panic!("step 1 is archived");
     };
     let stripe = StripeId { shard: archived.0.shard, index: 0 };
     for (attempt, generation) in [(Attempt([1; 16]), generation), (attempt, GENERATION)] {
-        let call = Drop { stripe, attempt, generation };
-        assert_eq!(kind_of(node.ask(&to, &call).await), Kind::Fenced);
+        let call = DropReplicas { stripe, attempt, generation };
+        assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Fenced);
     }
     assert_eq!(world.snapshot(), before);
-    let status = node.ask(&to, &NodeStatus {}).await.unwrap();
+    let status = node.ask(&to, &GetNodeStatus {}).await.unwrap();
     assert_eq!(status.quarantined, 0);
     assert_both_steps(&world).await;
 }

@@ -11,13 +11,13 @@ use rapidraid::format::records::{
 use rapidraid::id::{
     Attempt, Epoch, Generation, NodeId, PeerName, SaveId, ShardId, Step, StripeId,
 };
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::store::BlockSpec;
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
-    Commit, Fetch, PlanChoice, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
-    Register, Remove, Seal, Sweep,
+    CommitSave, CompleteShard, CopyReplica, PlanChoice, PurgeSave, PutMark, PutPlaces, PutReceipt,
+    PutRecord, PutTombstone, RecordName, RegisterNode, RemoveStep,
 };
 use rapidraid::workers::Workers;
 
@@ -43,15 +43,15 @@ async fn rm_leaves_nothing_but_graves_and_touches_nothing_else() {
     for step in [1, 2] {
         let removed = client.remove(&job(), Step(step)).await.unwrap();
         assert_eq!((removed.confirmed, removed.waiting), (6, vec![]));
-        assert_eq!(restore_error(&client, step).await.kind(), Kind::NotFound);
+        assert_eq!(restore_error(&client, step).await.kind(), ErrorKind::NotFound);
         let error = client.remove(&job(), Step(step)).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::NotFound, "{error}");
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     }
     world.assert_swept(&client).await;
     assert_eq!(world.catalogue_keys("c/").len(), 2);
     assert_eq!(world.files(|path| path.ends_with("/tombstone")), []);
     for node in world.nodes.iter().filter(|(index, _)| **index > 0).map(|(_, node)| node) {
-        let is_buried = |save: &SaveId| node.store().is_entombed(*save).unwrap();
+        let is_buried = |save: &SaveId| node.store().is_recorded_removed(*save).unwrap();
         assert_eq!(saves.iter().map(is_buried).collect::<Vec<_>>(), [true, true, false, false]);
     }
     for step in [3, 4] {
@@ -75,23 +75,23 @@ async fn a_removal_that_comes_late_leaves_the_newer_save() {
     let again = vec![shard("weights", &new)];
     let replace = SaveOptions { replace: true };
     client.save(&job(), Step(1), again, replace, quiet()).await.unwrap();
-    let late = Remove { job: job(), step: Step(1), save: of };
+    let late = RemoveStep { job: job(), step: Step(1), save: of };
     let (voice, gateway) = (world.voice(Role::Client, "late"), world.node_address(2));
     let error = voice.ask(&gateway, &late).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     let (out, _) = restore(&client, 1).await.unwrap();
     assert_eq!(read_file(&*out, "weights"), new);
     // One that comes again while its own removal is under way goes on with it.
     let of = client.list(None).await.unwrap()[0].saved.save;
     world.kill(4).await;
-    let now = Remove { job: job(), step: Step(1), save: of };
+    let now = RemoveStep { job: job(), step: Step(1), save: of };
     for _ in 0..2 {
         assert_eq!(voice.ask(&gateway, &now).await.unwrap().confirmed, 3);
     }
     world.boot(4);
     world.assert_swept(&client).await;
     let error = voice.ask(&gateway, &now).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::NotFound, "{error}");
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -121,7 +121,7 @@ async fn a_node_that_was_away_removes_when_it_is_back() {
     let removed = client.remove(&job(), Step(1)).await.unwrap();
     let waiting: Vec<&str> = removed.waiting.iter().map(|name| name.as_str()).collect();
     assert_eq!((removed.confirmed, waiting), (5, vec!["node03"]));
-    assert_eq!(restore_error(&client, 1).await.kind(), Kind::NotFound);
+    assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::NotFound);
     let left = world.files_of(save_id);
     assert!(!left.is_empty() && left.iter().all(|(machine, _)| *machine == 3), "{left:?}");
     assert_eq!(world.catalogue_keys("s/").len(), 1, "the evidence stays as long as a node is away");
@@ -141,9 +141,9 @@ async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
     world.kill(2).await;
     world.kill(3).await;
     let error = client.remove(&job(), Step(1)).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("node02, node03"), "{error}");
-    assert_eq!(restore_error(&client, 1).await.kind(), Kind::NotFound);
+    assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::NotFound);
     assert!(
         !world.files(|path| path.ends_with(".rep")).is_empty(),
         "nothing goes before the evidence lasts"
@@ -167,11 +167,11 @@ async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
         member.node = NodeId::of(&name);
         let (address, zone, rack) = (format!("{name}:7440"), String::new(), String::new());
         let node = Node { name, address, zone, rack, storage: false };
-        nodes.ask(&world.node_address(0), &Register { node }).await.unwrap();
+        nodes.ask(&world.node_address(0), &RegisterNode { node }).await.unwrap();
     }
-    voice.ask(&gateway, &Seal { root }).await.unwrap();
-    let commit = Commit { job: job(), step: Step(1), save: begun.save, shards: 1 };
-    assert_eq!(voice.ask(&gateway, &commit).await.unwrap_err().kind(), Kind::Unavailable);
+    voice.ask(&gateway, &CompleteShard { root }).await.unwrap();
+    let commit = CommitSave { job: job(), step: Step(1), save: begun.save, shards: 1 };
+    assert_eq!(voice.ask(&gateway, &commit).await.unwrap_err().kind(), ErrorKind::Unavailable);
 
     save(&client, 2, &[("weights", &content(300_000, 1))]).await;
     let save_id = client.list(None).await.unwrap()[0].saved.save;
@@ -195,10 +195,10 @@ async fn a_block_that_comes_in_while_its_save_is_removed_does_not_stay() {
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     bury(&node, &holder, &call.stripe, begun.generation).await;
     let error = finish_block(&mut exchange, &bytes, &bytes[200_000..]).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     assert_eq!(world.files_of(begun.save), []);
     let error = voice.put_block(&holder, &call, &bytes).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     assert_eq!(world.files_of(begun.save), []);
     world.assert_idle().await;
 }
@@ -218,7 +218,7 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
         let mut writer = world.nodes[&3].store().write_block(spec, None).unwrap();
         writer.write(&bytes).unwrap();
         writer.finish(None).unwrap();
-        let fetch = Fetch {
+        let fetch = CopyReplica {
             stripe,
             block: 0,
             len_bytes: 300_000,
@@ -237,7 +237,7 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
         let left: Vec<_> = world.files_of(save).into_iter().filter(|(at, _)| *at == 2).collect();
         assert_eq!(left, [], "after {turns} turns");
         let error = node.ask(&holder, &fetch).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Fenced, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     }
     world.assert_idle().await;
 }
@@ -303,8 +303,15 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
                     writer.write(&bytes).unwrap();
                     writer.finish(None).unwrap();
                     let (block, root) = (0, trailer(&bytes).root);
-                    let call =
-                        Fetch { stripe, block, len_bytes, root, generation, coordinator, from };
+                    let call = CopyReplica {
+                        stripe,
+                        block,
+                        len_bytes,
+                        root,
+                        generation,
+                        coordinator,
+                        from,
+                    };
                     node.ask(&holder, &call).await
                 }
                 _ => {
@@ -327,10 +334,10 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
         };
         let (answer, ()) = tokio::join!(asking, burying);
         let error = answer.unwrap_err();
-        assert_eq!(error.kind(), Kind::Fenced, "record {kind}: {error}");
+        assert_eq!(error.kind(), ErrorKind::Fenced, "record {kind}: {error}");
         let left: Vec<_> = world.files_of(save).into_iter().filter(|(at, _)| *at == 2).collect();
         assert_eq!(left, [], "record {kind}");
-        assert!(world.nodes[&2].store().is_entombed(save).unwrap());
+        assert!(world.nodes[&2].store().is_recorded_removed(save).unwrap());
     }
 }
 
@@ -340,7 +347,7 @@ async fn bury(node: &Voice, holder: &NodeAddress, stripe: &StripeId, generation:
     let tombstone = Tombstone { cluster: CLUSTER, save, generation, reason: RemoveReason::Aborted };
     let bytes = tombstone.to_bytes().unwrap();
     node.ask(holder, &PutTombstone { bytes }).await.unwrap();
-    node.ask(holder, &Sweep { save }).await.unwrap();
+    node.ask(holder, &PurgeSave { save }).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -356,14 +363,14 @@ async fn a_grave_fences_what_comes_late_also_after_a_restart() {
     exchange.write(bytes.slice(..200_000)).await.unwrap();
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     bury(&node, &holder, &call.stripe, begun.generation).await;
-    assert!(world.nodes[&2].store().is_entombed(begun.save).unwrap());
+    assert!(world.nodes[&2].store().is_recorded_removed(begun.save).unwrap());
     assert_eq!(world.files(|path| path.ends_with("/tombstone")), []);
     let error = finish_block(&mut exchange, &bytes, &bytes[200_000..]).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Fenced, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     for _ in 0..2 {
         let error = voice.put_block(&holder, &call, &bytes).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Fenced, "{error}");
-        let fetch = Fetch {
+        assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
+        let fetch = CopyReplica {
             stripe: call.stripe,
             block: 0,
             len_bytes: 300_000,
@@ -373,7 +380,7 @@ async fn a_grave_fences_what_comes_late_also_after_a_restart() {
             from: world.node_address(3),
         };
         let error = node.ask(&holder, &fetch).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Fenced, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
         assert_eq!(world.files_of(begun.save), []);
         // A node that is up again knows it from its disk.
         world.kill(2).await;
@@ -407,21 +414,21 @@ async fn whatever_fails_in_a_sweep_tombstone_or_grave_is_there() {
         let tombstone = PutTombstone { bytes: tombstone.to_bytes().unwrap() };
         node.ask(&holder, &tombstone).await.unwrap();
         world.machines[2].disk.fail_after(failing);
-        let swept = node.ask(&holder, &Sweep { save }).await;
+        let swept = node.ask(&holder, &PurgeSave { save }).await;
         let left = world.machines[2].after_power_cut();
         let has_tombstone = || {
-            let scope = rapidraid::store::Scope::Shard(ShardId::new(save, u32::MAX));
-            left.get_small(scope, "tombstone").unwrap().is_some()
+            let scope = rapidraid::store::RecordScope::Shard(ShardId::new(save, u32::MAX));
+            left.get_record_file(scope, "tombstone").unwrap().is_some()
         };
-        assert!(left.is_entombed(save).unwrap() || has_tombstone(), "operation {failing}");
+        assert!(left.is_recorded_removed(save).unwrap() || has_tombstone(), "operation {failing}");
         if swept.is_ok() {
-            assert!(left.is_entombed(save).unwrap(), "operation {failing}");
+            assert!(left.is_recorded_removed(save).unwrap(), "operation {failing}");
         }
         // The host of the catalogue orders both again.
         node.ask(&holder, &tombstone).await.unwrap();
-        node.ask(&holder, &Sweep { save }).await.unwrap();
+        node.ask(&holder, &PurgeSave { save }).await.unwrap();
         let left = world.machines[2].after_power_cut();
-        assert!(left.is_entombed(save).unwrap(), "operation {failing}");
+        assert!(left.is_recorded_removed(save).unwrap(), "operation {failing}");
         assert_eq!(world.files(|path| path.contains(&save.to_string())), [], "operation {failing}");
         failures += u64::from(swept.is_err());
         assert!(failing < 29 || swept.is_ok(), "the sweep did not come to its end");

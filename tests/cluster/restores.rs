@@ -6,10 +6,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use rapidraid::client::{Client, ClientError, RestoreRequest, SaveOptions};
 use rapidraid::id::Step;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::store::{Disk, MemoryDisk};
-use rapidraid::wire::calls::{PlanChoice, Seal};
+use rapidraid::wire::calls::{CompleteShard, PlanChoice};
 use rapidraid::wire::request_to_bytes;
 
 use crate::world::look::files_below;
@@ -38,7 +38,7 @@ async fn a_name_that_leaves_the_folder_does_not_pass_the_wire() {
     let gateway = world.node_address(1);
     let client = world.voice(Role::Client, "evil");
     let begun = client.begin(&gateway, 1).await.unwrap();
-    let seal = Seal { root: empty_root(&begun, 1, "aa/bb") };
+    let seal = CompleteShard { root: empty_root(&begun, 1, "aa/bb") };
     let frame = request_to_bytes(&seal).unwrap();
     let at = frame.windows(5).position(|window| window == b"aa/bb").unwrap();
     for bad in [b"../bb", b"/aabb", b"aabb/", b"aa/..", b"a//bb", b"./aab", b"aa\0bb", b"aa\xffbb"]
@@ -46,7 +46,7 @@ async fn a_name_that_leaves_the_folder_does_not_pass_the_wire() {
         let mut evil = frame.clone();
         evil[at..at + 5].copy_from_slice(bad);
         let error = client.send(&gateway, &evil).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid, "{bad:?}: {error}");
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{bad:?}: {error}");
     }
     assert_eq!(world.catalogue_keys("s/"), Vec::<String>::new());
     client.send(&gateway, &frame).await.unwrap();
@@ -99,7 +99,7 @@ async fn what_is_in_the_way_is_refused_before_anything_is_written() {
         let out = holding(there);
         let error = client.restore(&job(), None, into(&out, false), quiet()).await.unwrap_err();
         assert!(matches!(&error, ClientError::FileExists { path } if path == there), "{error}");
-        assert_eq!(error.kind(), Kind::Exists);
+        assert_eq!(error.kind(), ErrorKind::Exists);
         assert_eq!(files_below(&*out, ""), [there]);
         assert_eq!(read_file(&*out, there), b"old");
         client.restore(&job(), None, into(&out, true), quiet()).await.unwrap();
@@ -112,7 +112,7 @@ async fn what_is_in_the_way_is_refused_before_anything_is_written() {
             let out = holding(there);
             let error = client.restore(&job(), None, into(&out, force), quiet()).await.unwrap_err();
             let is_named = matches!(&error, ClientError::InTheWay { path, .. } if path == named);
-            assert!(is_named && error.kind() == Kind::Exists, "{there}: {error}");
+            assert!(is_named && error.kind() == ErrorKind::Exists, "{there}: {error}");
             assert_eq!(files_below(&*out, ""), [there]);
             assert_eq!(read_file(&*out, there), b"old");
         }

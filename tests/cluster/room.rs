@@ -8,7 +8,7 @@ use bytes::Bytes;
 use rapidraid::client::{Client, ClientError, NewShard, SaveCode, SaveDriver, SaveOptions};
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{SaveId, Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::wire::calls::PlanChoice;
 
@@ -84,7 +84,7 @@ async fn above_the_mark_a_lost_replica_is_made_again_and_archived() {
     assert!(world.nodes.values().any(|node| node.store().remove(lost).unwrap()));
     fill_disks(&world);
     let refused = save_step_2(&client, 1000).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("high-water mark"), "{refused}");
     archive(&world, &client).await;
     let (out, _) = restore(&client, 1).await.unwrap();

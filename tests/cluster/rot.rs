@@ -4,7 +4,7 @@ use bytes::Bytes;
 use rapidraid::client::ArchiveReport;
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::Disk;
 use rapidraid::wire::calls::PlanChoice;
 
@@ -164,7 +164,10 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
             let before: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
             let ended = client.archive(&job(), None, options(plan), &mut |_| ()).await;
             let error = ended.unwrap_err();
-            assert!(matches!(error.kind(), Kind::Lost | Kind::Corrupt), "{damages:?}: {error}");
+            assert!(
+                matches!(error.kind(), ErrorKind::Lost | ErrorKind::Corrupt),
+                "{damages:?}: {error}"
+            );
             let text = error.to_string();
             assert!(text.contains("no good replica of block 2"), "{damages:?} {plan:?}: {text}");
             let after: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
@@ -178,7 +181,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
                 "{states:?}"
             );
             let error = restore_error(&client, 1).await;
-            assert_eq!(error.kind(), Kind::Lost, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Lost, "{error}");
             assert!(error.to_string().contains("block 2"), "{error}");
             world.assert_idle().await;
         }
@@ -303,7 +306,7 @@ async fn more_rotten_pieces_than_the_code_bears_are_told_and_nothing_is_left() {
         Damage::FirstBit.strike(&world, victim);
     }
     let error = restore_error(&client, 1).await;
-    assert_eq!(error.kind(), Kind::Lost, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Lost, "{error}");
     world.assert_idle().await;
 }
 
@@ -350,7 +353,7 @@ async fn of_each_record_one_good_copy_is_enough() {
         Damage::LastBit.strike(&world, &record);
     }
     let error = restore_error(&client, 91).await;
-    assert_eq!(error.kind(), Kind::Lost, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Lost, "{error}");
     assert!(error.to_string().contains("its record"), "{error}");
     world.assert_idle().await;
 }

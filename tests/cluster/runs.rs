@@ -8,7 +8,7 @@ use rapidraid::format::file::FileName;
 use rapidraid::id::{Step, StripeId};
 use rapidraid::plan::Output;
 use rapidraid::store::FileInfo;
-use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, Reserve, Run};
+use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, ReservePart, RunPart};
 use rapidraid::wire::order::OutputOrder;
 use tokio::time::Instant;
 
@@ -36,8 +36,8 @@ fn plans(world: &World, index: usize) -> u64 {
 /// Whether the plan that was reserved lets this node send something to another one.
 fn sends(world: &World, name: &str) -> bool {
     let is_stream = |output: &OutputOrder| matches!(output.output, Output::Stream(_));
-    let mut reserved = world.requests.of::<Reserve>().into_iter();
-    let (_, _, Reserve { order }) = reserved.find(|(_, to, _)| to == name).unwrap();
+    let mut reserved = world.requests.of::<ReservePart>().into_iter();
+    let (_, _, ReservePart { order }) = reserved.find(|(_, to, _)| to == name).unwrap();
     order.hops.iter().flat_map(|hop| &hop.outputs).any(is_stream)
 }
 
@@ -147,7 +147,7 @@ async fn runs_with_a_takeover(loses_a_piece: bool) -> usize {
         assert!(store.remove(files.iter().find(is_piece).unwrap().key()).unwrap());
     }
     until_archived(&world, &client, &bytes).await;
-    world.requests.of::<Run>().len()
+    world.requests.of::<RunPart>().len()
 }
 
 #[tokio::test(start_paused = true)]

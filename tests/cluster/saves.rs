@@ -7,11 +7,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use rapidraid::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
 use rapidraid::id::{NodeId, SaveId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
-use rapidraid::pipeline::upload::Source;
+use rapidraid::pipeline::upload::ShardSource;
 use rapidraid::store::Disk;
-use rapidraid::wire::calls::{Abort, Commit, Keep, PutRecord, RecordName, Seal};
+use rapidraid::wire::calls::{
+    AbortSave, CommitSave, CompleteShard, PutRecord, RecordName, RenewLease,
+};
 use tokio::sync::Notify;
 
 use crate::world::raw::{block_call, empty_root};
@@ -41,7 +43,7 @@ impl Gated {
     }
 }
 
-impl Source for Gated {
+impl ShardSource for Gated {
     fn len_bytes(&self) -> u64 {
         self.bytes.len() as u64
     }
@@ -105,7 +107,7 @@ async fn a_committed_step_is_not_saved_again_unless_it_is_to_be_replaced() {
     let first = save_once(&client, 7, &old, KEEP).await.unwrap();
     let before = world.snapshot();
     let error = save_once(&client, 7, &new, KEEP).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Exists, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     assert!(error.to_string().contains("--replace"), "{error}");
     assert_eq!(world.snapshot(), before);
 
@@ -139,14 +141,14 @@ async fn of_two_saves_of_a_step_one_wins_and_the_other_is_told() {
             (Err(lost), Ok(_)) => (1, lost),
             other => panic!("{other:?}"),
         };
-        assert!(matches!(lost.kind(), Kind::Exists | Kind::Fenced), "{lost}");
+        assert!(matches!(lost.kind(), ErrorKind::Exists | ErrorKind::Fenced), "{lost}");
         assert_restores(&clients[0], step, &contents[won]).await;
     }
     // The second comes while the first is at its bytes.
     let bytes = content(600_000, 99);
     let (gate, saving) = half_saved(&clients[0], 50, &bytes, KEEP).await;
     let error = save_once(&clients[1], 50, &content(9, 9), REPLACE).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Exists, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     gate.open();
     saving.await.unwrap().unwrap();
     assert_restores(&clients[1], 50, &bytes).await;
@@ -166,7 +168,7 @@ async fn the_save_of_a_client_that_died_gives_way_after_its_lease() {
     gate.open();
     let bytes = content(600_000, 2);
     let error = save_once(&client, 3, &bytes, KEEP).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Exists, "the lease lives: {error}");
+    assert_eq!(error.kind(), ErrorKind::Exists, "the lease lives: {error}");
     tokio::time::sleep(world.lease + Duration::from_secs(1)).await;
     let saved = save_once(&client, 3, &bytes, KEEP).await.unwrap();
     assert_restores(&client, 3, &bytes).await;
@@ -192,24 +194,24 @@ async fn a_save_that_nobody_follows_is_collected_and_its_late_writes_are_refused
     let root = empty_root(&begun, 3, "weights");
     let (shard, generation) = (root.shard, begun.generation);
     let record = PutRecord { shard, record: RecordName::Leaves, generation, bytes: vec![1; 50] };
-    let commit = Commit { job: job(), step: Step(3), save: begun.save, shards: 1 };
+    let commit = CommitSave { job: job(), step: Step(3), save: begun.save, shards: 1 };
     let kinds = [
         voice.put_block(&holder, &call, &bytes).await.map(drop).unwrap_err(),
         voice.ask(&holder, &record).await.unwrap_err(),
-        voice.ask(&gateway, &Keep { lease: begun.lease }).await.unwrap_err(),
-        voice.ask(&gateway, &Seal { root }).await.unwrap_err(),
+        voice.ask(&gateway, &RenewLease { lease: begun.lease }).await.unwrap_err(),
+        voice.ask(&gateway, &CompleteShard { root }).await.unwrap_err(),
     ];
-    assert_eq!(kinds.map(|error| error.kind()), [Kind::Fenced; 4]);
+    assert_eq!(kinds.map(|error| error.kind()), [ErrorKind::Fenced; 4]);
     // The step has no entry any more: there is nothing to commit.
     let error = voice.ask(&gateway, &commit).await.unwrap_err();
-    assert!(matches!(error.kind(), Kind::Fenced | Kind::NotFound), "{error}");
+    assert!(matches!(error.kind(), ErrorKind::Fenced | ErrorKind::NotFound), "{error}");
     assert_eq!(world.files_of(begun.save), []);
 
     // The same when somebody else has saved the step meanwhile.
     let saved = save_once(&client, 3, &bytes, KEEP).await.unwrap();
     let error = voice.ask(&gateway, &commit).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Fenced, "{error}");
-    let abort = Abort { job: job(), step: Step(3), save: begun.save };
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
+    let abort = AbortSave { job: job(), step: Step(3), save: begun.save };
     voice.ask(&gateway, &abort).await.unwrap();
     assert_restores(&client, 3, &bytes).await;
     assert_eq!(client.list(None).await.unwrap()[0].saved.save, saved.save);
@@ -317,7 +319,7 @@ async fn a_full_disk_without_a_spare_does_not_count_for_the_code() {
         fill_disk(&world, index);
     }
     let error = save_once(&client, 2, &bytes, KEEP).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("high-water mark"), "{error}");
     world.assert_idle().await;
 }
@@ -335,18 +337,18 @@ async fn a_begin_that_comes_twice_opens_one_save() {
     let (first, second) = (first.unwrap(), second.unwrap());
     assert_eq!((first.lease, first.generation), (second.lease, second.generation));
     let other = begin(2, SaveId([8; 12]), true).await.unwrap_err();
-    assert_eq!(other.kind(), Kind::Exists, "{other}");
+    assert_eq!(other.kind(), ErrorKind::Exists, "{other}");
     // One that was under way for long: its save is over, and so is one that somebody has committed.
     world.kill(5).await;
-    let abort = Abort { job: job(), step: Step(1), save };
+    let abort = AbortSave { job: job(), step: Step(1), save };
     voice.ask(&gateways[0], &abort).await.unwrap();
     let late = begin(1, save, false).await.unwrap_err();
-    assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    assert_eq!(late.kind(), ErrorKind::Fenced, "{late}");
     world.boot(5);
     world.assert_swept(&client).await;
     let saved = save_once(&client, 1, &content(300_000, 1), KEEP).await.unwrap();
     let late = begin(1, saved.save, true).await.unwrap_err();
-    assert_eq!(late.kind(), Kind::Fenced, "{late}");
+    assert_eq!(late.kind(), ErrorKind::Fenced, "{late}");
     assert_restores(&client, 1, &content(300_000, 1)).await;
     world.assert_idle().await;
 }
@@ -359,11 +361,11 @@ async fn a_ring_with_a_node_that_nobody_knows_is_not_sealed() {
     let root = empty_root(&begun, 1, "weights");
     let mut unknown = root.clone();
     unknown.ring[1].node = NodeId(77);
-    let error = voice.ask(&gateway, &Seal { root: unknown }).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    let error = voice.ask(&gateway, &CompleteShard { root: unknown }).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     assert!(error.to_string().contains("is not registered"), "{error}");
     assert_eq!(world.catalogue_keys("s/"), Vec::<String>::new());
-    voice.ask(&gateway, &Seal { root }).await.unwrap();
+    voice.ask(&gateway, &CompleteShard { root }).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -371,7 +373,7 @@ async fn too_few_nodes_are_refused_with_what_to_do() {
     let world = World::start(3, &[(6, 4), (4, 2)], 64 << 10).await;
     let client = world.client();
     let error = save_once(&client, 1, &content(9, 9), KEEP).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     let text = error.to_string();
     assert!(text.contains("3 storage nodes are live") && text.contains("needs 4"), "{text}");
     assert!(text.contains("start more nodes"), "{text}");
@@ -411,16 +413,16 @@ async fn a_save_needs_marks_on_all_nodes_but_so_few() {
     for (step, away) in [(1, vec![6]), (2, vec![5, 6])] {
         let begun = voice.begin(&gateway, step).await.unwrap();
         let root = empty_root(&begun, step, "empty");
-        voice.ask(&gateway, &Seal { root }).await.unwrap();
+        voice.ask(&gateway, &CompleteShard { root }).await.unwrap();
         for &index in &away {
             world.kill(index).await;
         }
-        let commit = Commit { job: job(), step: Step(step), save: begun.save, shards: 1 };
+        let commit = CommitSave { job: job(), step: Step(step), save: begun.save, shards: 1 };
         let committed = voice.ask(&gateway, &commit).await;
         if away.len() == 1 {
             committed.unwrap();
         } else {
-            assert_eq!(committed.unwrap_err().kind(), Kind::Unavailable);
+            assert_eq!(committed.unwrap_err().kind(), ErrorKind::Unavailable);
             let steps = world.client().list(None).await.unwrap();
             assert_eq!(steps.iter().map(|view| view.step).collect::<Vec<_>>(), [Step(1)]);
         }

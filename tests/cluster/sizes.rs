@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use rapidraid::client::{ClientError, RestoreRequest};
 use rapidraid::id::Step;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::MemoryDisk;
 use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::BULK_CHUNK_BYTES;
@@ -121,6 +121,6 @@ async fn ranges_at_every_boundary_are_the_bytes_of_the_shard() {
     let (_, mut unknown) = request(0..1);
     unknown.shard = Some("weight".parse().unwrap());
     let error = client.restore(&job(), None, unknown, quiet()).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::NotFound, "{error}");
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     world.assert_idle().await;
 }

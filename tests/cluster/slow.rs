@@ -8,7 +8,7 @@ use rapidraid::client::{Client, RestoreRequest};
 use rapidraid::id::Step;
 use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::units::GRAIN_BYTES;
-use rapidraid::wire::calls::{PlanChoice, Read, Suspect};
+use rapidraid::wire::calls::{PlanChoice, ReadFile, VerifyFile};
 use tokio::time::Instant;
 
 use crate::world::{World, content, job, options, quiet, read_file, restore, save};
@@ -56,7 +56,7 @@ async fn timed(world: &World, client: &Client, len: usize) -> Duration {
 
 /// The node that is asked for the most files, once all of them were read.
 fn busiest(world: &World) -> usize {
-    let asked = world.requests.of::<Read>();
+    let asked = world.requests.of::<ReadFile>();
     let files = |index: &usize| {
         let name = format!("node{index:02}");
         asked.iter().filter(|(_, to, _)| *to == name).count()
@@ -75,13 +75,13 @@ async fn one_source_of_eleven_that_trickles_is_passed_over() {
         world.requests.listen();
         let lasted = timed(&world, &client, len).await;
         assert!(lasted < 2 * healthy, "{lasted:?}, and {healthy:?} when all are well");
-        let asked = world.requests.of::<Read>();
+        let asked = world.requests.of::<ReadFile>();
         let in_the_middle: Vec<_> = asked.iter().filter(|(_, _, read)| read.from > 0).collect();
         let slow = format!("node{slow:02}");
         assert!(!in_the_middle.is_empty() && in_the_middle.iter().all(|(_, to, _)| *to != slow));
-        for (_, _, Read { stripe, file, from, .. }) in &in_the_middle {
+        for (_, _, ReadFile { stripe, file, from, .. }) in &in_the_middle {
             // Who takes over is asked from one grain on in a stripe, or in a block, whatever it had given before.
-            let same = |read: &Read| read.stripe == *stripe && (archived || read.file == *file);
+            let same = |read: &ReadFile| read.stripe == *stripe && (archived || read.file == *file);
             assert!(from % GRAIN_BYTES == 0);
             assert!(in_the_middle.iter().all(|(_, _, read)| !same(read) || read.from == *from));
         }
@@ -119,7 +119,7 @@ async fn a_slow_holder_is_asked_when_the_quick_one_cannot_give_its_file() {
     world.slow(*slow, Duration::from_secs(200));
     world.requests.listen();
     let listed = format!("node{quick:02}");
-    let suspected = || world.requests.of::<Suspect>().iter().any(|(_, to, _)| *to == listed);
+    let suspected = || world.requests.of::<VerifyFile>().iter().any(|(_, to, _)| *to == listed);
     let recovers = async {
         world.until("the node is told that it lists what it does not give", suspected).await;
         world.slow(*slow, Duration::ZERO);
@@ -140,7 +140,7 @@ async fn nobody_is_slow_when_all_are() {
         }
         world.requests.listen();
         timed(&world, &client, len).await;
-        let asked = world.requests.of::<Read>();
+        let asked = world.requests.of::<ReadFile>();
         assert!(asked.iter().all(|(_, _, read)| read.from == 0), "a source was passed over");
     }
 }

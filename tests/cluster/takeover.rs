@@ -5,7 +5,7 @@ use std::time::Duration;
 use rapidraid::client::{Client, RestoreRequest, SaveOptions};
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Step, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::disk::{DiskEntry, DiskLock, Space};
 use rapidraid::store::{Disk, DiskError, DiskFile, MemoryDisk};
 use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice};
@@ -105,7 +105,7 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
 
         let other = world.client_of(4);
         let error = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Exists, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
         assert!(error.to_string().contains("node03"), "{error}");
         // Nobody asks again: when the lease is over some daemon goes on.
         until_archived(&world, &client).await;
@@ -272,7 +272,7 @@ async fn a_block_both_of_whose_nodes_are_away_waits_for_them() {
         world.kill(*index).await;
     }
     let error = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     world.assert_invariant(&client, 1).await;
     for (index, _) in &holders {
         world.boot(*index);
@@ -292,7 +292,7 @@ async fn a_second_archiving_is_told_who_is_at_it() {
     told.recv().await.unwrap();
     let second = world.client_of(3);
     let error = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::Exists, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     assert!(error.to_string().contains("node02"), "{error}");
     assert_eq!(task.await.unwrap().unwrap(), STRIPES as u64);
     // Done: a further one finds nothing to do and says so.
@@ -312,7 +312,10 @@ async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
         client.remove(&job(), Step(1)).await.unwrap();
         let ended = task.await.unwrap();
         let kind = ended.unwrap_err().kind();
-        assert!(matches!(kind, Kind::Fenced | Kind::NotFound | Kind::Lost), "{kind:?}");
+        assert!(
+            matches!(kind, ErrorKind::Fenced | ErrorKind::NotFound | ErrorKind::Lost),
+            "{kind:?}"
+        );
         world.assert_swept(&client).await;
         world.assert_idle().await;
     }
@@ -539,7 +542,7 @@ async fn a_restore_says_so_when_the_step_is_removed_under_it() {
         let remover = world.client();
         let remove = async move { drop(remover.remove(&job(), Step(1)).await.unwrap()) };
         let error = restore_across(&client, moment, remove).await.map(drop).unwrap_err();
-        assert_eq!(error.kind(), Kind::NotFound, "{error}");
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         assert!(error.to_string().contains("removed or replaced meanwhile"), "{error}");
         world.assert_idle().await;
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use rapidraid::client::Client;
 use rapidraid::id::{SaveId, ShardId};
 use rapidraid::net::Role;
-use rapidraid::store::{Disk, Scope};
-use rapidraid::wire::calls::Keep;
+use rapidraid::store::{Disk, RecordScope};
+use rapidraid::wire::calls::RenewLease;
 
 use crate::world::raw::{block_call, finish_block};
 use crate::world::{World, content, read_file, save};
@@ -27,8 +27,8 @@ async fn a_save_with_a_commit_mark_that_no_step_has_is_kept_and_named() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client();
     let unknown = SaveId([9; 12]);
-    let scope = Scope::Shard(ShardId::new(unknown, 0));
-    world.nodes[&2].store().put_small(scope, "commit", b"a mark").unwrap();
+    let scope = RecordScope::Shard(ShardId::new(unknown, 0));
+    world.nodes[&2].store().put_record_file(scope, "commit", b"a mark").unwrap();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     // So long until the home has looked at all six nodes.
     tokio::time::sleep(10 * world.lease).await;
@@ -64,7 +64,7 @@ async fn in_the_first_epoch_a_save_without_marks_is_kept_and_one_under_way_is_no
     world.boot(0);
     let client = world.client_of(1);
     for _ in 0..30 {
-        let _ = voice.ask(&to, &Keep { lease: begun.lease }).await;
+        let _ = voice.ask(&to, &RenewLease { lease: begun.lease }).await;
         tokio::time::sleep(world.lease / 2).await;
     }
     let told = notes(&world, &client, 0).await;

@@ -6,10 +6,10 @@ use std::time::Duration;
 use rapidraid::catalogue::records::{Archiving, archiving_key, checkpoint_key};
 use rapidraid::format::records::{Checkpoint, Record, Writing};
 use rapidraid::id::{NodeId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::store::Kv;
-use rapidraid::wire::calls::{Commit, PlanChoice, Seal};
+use rapidraid::wire::calls::{CommitSave, CompleteShard, PlanChoice};
 use tokio::time::Instant;
 
 use crate::world::raw::empty_root;
@@ -99,14 +99,17 @@ async fn a_decided_save_goes_forward() {
     for step in 1..=MOMENTS {
         let gateway = world.node_address(VICTIM);
         let begun = voice.begin(&gateway, step).await.unwrap();
-        voice.ask(&gateway, &Seal { root: empty_root(&begun, step, "weights") }).await.unwrap();
+        voice
+            .ask(&gateway, &CompleteShard { root: empty_root(&begun, step, "weights") })
+            .await
+            .unwrap();
         // Too few nodes for the marks: so far and no further.
         for away in [5, 6] {
             world.kill(away).await;
         }
-        let commit = Commit { job: job(), step: Step(step), save: begun.save, shards: 1 };
+        let commit = CommitSave { job: job(), step: Step(step), save: begun.save, shards: 1 };
         let error = voice.ask(&gateway, &commit).await.unwrap_err();
-        assert_eq!(error.kind(), Kind::Unavailable, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
         assert!(matches!(checkpoint(&world, step).writing, Some(Writing::Decided { .. })));
         for away in [5, 6] {
             world.boot(away);

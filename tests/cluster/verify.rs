@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
-use rapidraid::client::{Client, Fault, Held, VerifyReport, Wrong};
+use rapidraid::client::{Client, Fault, HeldItem, Problem, VerifyReport};
 use rapidraid::code::table;
 use rapidraid::id::{Step, StripeId};
 use rapidraid::net::Role;
 use rapidraid::store::{BlockSpec, Disk};
-use rapidraid::wire::calls::{PlanChoice, Suspect};
+use rapidraid::wire::calls::{PlanChoice, VerifyFile};
 
 use crate::world::{World, content, job, options, quiet, read_file, restore, restore_error, save};
 
@@ -43,7 +43,7 @@ fn stored(world: &World) -> BTreeSet<(usize, String, Vec<u8>)> {
     files.into_iter().map(read).collect()
 }
 
-fn found(report: &VerifyReport) -> Vec<(String, Option<u32>, Held, Wrong)> {
+fn found(report: &VerifyReport) -> Vec<(String, Option<u32>, HeldItem, Problem)> {
     let of = |fault: &Fault| (fault.node.clone(), fault.stripe, fault.held, fault.wrong);
     report.faults.iter().map(of).collect()
 }
@@ -126,10 +126,10 @@ async fn damaged_and_missing_records_are_named() {
     save(&client, 1, &[("weights", &bytes)]).await;
     archive(&client, 1).await;
     let kinds = [
-        ("leaves", Held::Leaves),
-        ("commit", Held::Mark),
-        ("00000000/record", Held::Record),
-        ("00000000/receipt-", Held::Receipt),
+        ("leaves", HeldItem::Leaves),
+        ("commit", HeldItem::Mark),
+        ("00000000/record", HeldItem::Record),
+        ("00000000/receipt-", HeldItem::Receipt),
     ];
     let mut expected = BTreeSet::new();
     for (turn, (below, held)) in kinds.into_iter().enumerate() {
@@ -139,7 +139,7 @@ async fn damaged_and_missing_records_are_named() {
         let (damaged, missing) = (&copies[turn], &copies[5 - turn]);
         flip(&world, damaged, 40);
         world.machines[missing.0].disk.remove(&missing.1).unwrap();
-        for (at, wrong) in [(damaged.0, Wrong::Damaged), (missing.0, Wrong::Missing)] {
+        for (at, wrong) in [(damaged.0, Problem::Damaged), (missing.0, Problem::Missing)] {
             expected.insert((name(&world, at), stripe, held.to_string(), wrong.to_string()));
         }
     }
@@ -166,7 +166,8 @@ async fn damaged_and_missing_records_are_named() {
     }
     let left = verify(&client, 1).await;
     assert_eq!(left.survives, Some(0));
-    let missing = |fault: &&Fault| (fault.held, fault.wrong) == (Held::Record, Wrong::Missing);
+    let missing =
+        |fault: &&Fault| (fault.held, fault.wrong) == (HeldItem::Record, Problem::Missing);
     assert_eq!(left.faults.iter().filter(missing).count(), 5, "too few are left");
     world.machines[copies[0].0].disk.remove(&copies[0].1).unwrap();
     assert_eq!(verify(&client, 1).await.survives, None);
@@ -213,7 +214,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     writer.write(&vec![1; BLOCK as usize]).unwrap();
     writer.finish(None).unwrap();
     let report = verify(&client, 1).await;
-    let expected = vec![(name(&world, other.0), Some(0), Held::Replica(0), Wrong::Other)];
+    let expected = vec![(name(&world, other.0), Some(0), HeldItem::Replica(0), Problem::Other)];
     assert_eq!((found(&report), report.survives), (expected, Some(0)));
     // A grain without a good copy is lost, and nothing mends it.
     flip(&world, &block[0], 5);
@@ -271,7 +272,8 @@ async fn a_stripe_without_receipts_is_not_whole() {
         flip(&world, &receipt, 40);
     }
     let report = verify(&client, 1).await;
-    let damaged = |fault: &Fault| (fault.held, fault.wrong) == (Held::Receipt, Wrong::Damaged);
+    let damaged =
+        |fault: &Fault| (fault.held, fault.wrong) == (HeldItem::Receipt, Problem::Damaged);
     assert!(report.faults.iter().all(damaged), "{:?}", report.faults);
     assert_eq!((report.fault_count, report.survives), (6, Some(2)));
 }
@@ -311,7 +313,7 @@ async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
     client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
     let stripe = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
     let file = missed[0].1.rsplit('/').next().unwrap().parse().unwrap();
-    let suspect = Suspect { stripe: StripeId { shard: stripe, index: 0 }, file };
+    let suspect = VerifyFile { stripe: StripeId { shard: stripe, index: 0 }, file };
     let voice = world.voice(Role::Client, "reader");
     assert!(voice.ask(&world.node_address(holder), &suspect).await.unwrap(), "it is damaged");
     tokio::time::sleep(Duration::from_secs(4000)).await;

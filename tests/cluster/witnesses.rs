@@ -7,10 +7,12 @@ use std::time::Duration;
 use rapidraid::client::{Client, RestoreRequest};
 use rapidraid::format::records::{CommitMark, Record, RemoveReason, Standing, Tombstone};
 use rapidraid::id::{Epoch, Generation, ShardId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Address, Role};
-use rapidraid::store::{Disk, MemoryDisk, Scope};
-use rapidraid::wire::calls::{Commit, PlanChoice, PutMark, PutTombstone, Seal, StepView};
+use rapidraid::store::{Disk, MemoryDisk, RecordScope};
+use rapidraid::wire::calls::{
+    CommitSave, CompleteShard, PlanChoice, PutMark, PutTombstone, StepView,
+};
 
 use crate::world::raw::empty_root;
 use crate::world::{
@@ -74,7 +76,7 @@ async fn sixteen() -> World {
 fn marked(world: &World, shard: ShardId) -> Vec<usize> {
     let has = |index: &usize| {
         let store = world.nodes[index].store();
-        store.get_small(Scope::Shard(shard), "commit").unwrap().is_some()
+        store.get_record_file(RecordScope::Shard(shard), "commit").unwrap().is_some()
     };
     (1..=NODES).filter(has).collect()
 }
@@ -110,7 +112,10 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     let with_mark = marked_live(&world, root.shard);
     // As if three of them had not answered: nine are more than half of sixteen.
     for index in with_mark.iter().skip(9) {
-        world.nodes[index].store().remove_small(Scope::Shard(root.shard), "commit").unwrap();
+        world.nodes[index]
+            .store()
+            .remove_record_file(RecordScope::Shard(root.shard), "commit")
+            .unwrap();
     }
     world.kill(0).await;
     for index in 1..=4 {
@@ -134,11 +139,11 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
                         assert!(read_file(&*out, "weights") == content(LEN, 2), "{gone:?}");
                         restored += 1;
                     }
-                    Err(error) => assert_eq!(error.kind(), Kind::Lost, "{gone:?}: {error}"),
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::Lost, "{gone:?}: {error}"),
                 }
             }
             Err(error) => {
-                assert_eq!(error.kind(), Kind::Unavailable, "{gone:?}: {error}");
+                assert_eq!(error.kind(), ErrorKind::Unavailable, "{gone:?}: {error}");
                 refused += 1;
             }
         }
@@ -151,7 +156,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
 fn marked_live(world: &World, shard: ShardId) -> Vec<usize> {
     let live = world.nodes.iter().filter(|(index, _)| **index != 0);
     let has = live.filter(|(_, node)| {
-        node.store().get_small(Scope::Shard(shard), "commit").unwrap().is_some()
+        node.store().get_record_file(RecordScope::Shard(shard), "commit").unwrap().is_some()
     });
     has.map(|(index, _)| *index).collect()
 }
@@ -223,7 +228,11 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     save(&client, 2, &[("weights", &content(LEN, 2))]).await;
     let shard = client.show(&job(), Some(Step(2))).await.unwrap().shards[0].0.shard;
-    let mark = world.nodes[&5].store().get_small(Scope::Shard(shard), "commit").unwrap().unwrap();
+    let mark = world.nodes[&5]
+        .store()
+        .get_record_file(RecordScope::Shard(shard), "commit")
+        .unwrap()
+        .unwrap();
     client.remove(&job(), Step(2)).await.unwrap();
     world.until("forgotten", || world.catalogue_keys("nothing").is_empty()).await;
     world.kill(0).await;
@@ -236,7 +245,7 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     world.kill(3).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
     let refused = client.list(None).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable);
+    assert_eq!(refused.kind(), ErrorKind::Unavailable);
     let text = refused.to_string();
     assert!(text.contains("2 of 5") && text.contains("start node03, node04"), "{text}");
     assert!(text.contains("behind") && text.contains("node05"), "{text}");
@@ -251,7 +260,7 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     let node = world.voice(Role::Node, "node00");
     let late = PutMark { bytes: mark, epoch: Epoch(1) };
     let refused = node.ask(&world.node_address(5), &late).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Fenced, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
     for index in [0, 3, 4] {
         world.kill(index).await;
     }
@@ -292,7 +301,8 @@ async fn a_mark_that_does_not_parse_is_missing_for_its_save_and_written_again() 
 }
 
 fn mark_parses(world: &World, index: usize, shard: ShardId) -> bool {
-    let bytes = world.nodes[&index].store().get_small(Scope::Shard(shard), "commit").unwrap();
+    let bytes =
+        world.nodes[&index].store().get_record_file(RecordScope::Shard(shard), "commit").unwrap();
     bytes.is_some_and(|bytes| CommitMark::parse(&bytes).is_ok())
 }
 
@@ -331,11 +341,11 @@ async fn a_save_that_half_of_the_nodes_know_is_not_published() {
     let mut world = World::start(8, &[(8, 6)], BLOCK).await;
     let (voice, gateway) = (world.voice(Role::Client, "marks"), world.node_address(1));
     let begun = voice.begin(&gateway, 1).await.unwrap();
-    voice.ask(&gateway, &Seal { root: empty_root(&begun, 1, "empty") }).await.unwrap();
+    voice.ask(&gateway, &CompleteShard { root: empty_root(&begun, 1, "empty") }).await.unwrap();
     for index in 5..=8 {
         world.kill(index).await;
     }
-    let commit = Commit { job: job(), step: Step(1), save: begun.save, shards: 1 };
+    let commit = CommitSave { job: job(), step: Step(1), save: begun.save, shards: 1 };
     let refused = voice.ask(&gateway, &commit).await.unwrap_err().to_string();
     assert!(refused.contains("4 of 8") && refused.contains("5 are needed"), "{refused}");
     assert_eq!(world.client().list(None).await.unwrap(), []);
@@ -354,7 +364,7 @@ async fn a_removal_that_half_of_the_nodes_know_is_not_reported() {
         world.kill(index).await;
     }
     let refused = client.remove(&job(), Step(1)).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::Unavailable, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     for index in 5..=8 {
         world.boot(index);
     }
@@ -374,7 +384,7 @@ async fn older_folders_go_by_the_older_bound() {
     let root = world.client().show(&job(), Some(Step(2))).await.unwrap().shards[0].0.clone();
     assert_eq!((root.n, root.k, root.ring.len()), (4, 2, 4));
     // As the older rule had it: one of the ring may have missed the mark.
-    world.nodes[&4].store().remove_small(Scope::Shard(root.shard), "commit").unwrap();
+    world.nodes[&4].store().remove_record_file(RecordScope::Shard(root.shard), "commit").unwrap();
     world.kill(0).await;
     for index in 5..=7 {
         world.boot(index);
@@ -427,7 +437,7 @@ async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
     }
     tokio::time::sleep(4 * world.lease).await;
     for index in 1..=5 {
-        assert!(!world.nodes[&index].store().is_entombed(save_id).unwrap(), "node {index}");
+        assert!(!world.nodes[&index].store().is_recorded_removed(save_id).unwrap(), "node {index}");
     }
     let (out, _) = restore(&world.client_of(2), 1).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 1));

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 
 /// Set to 1, it lets new values be written behind the ones that are there.
 const WRITE: &str = "RAPIDRAID_NEW_FIXTURES";
@@ -12,7 +12,7 @@ const CHANGED: &str = "A change of bytes comes together with its page in docs/ (
     number, fixtures of the new version (added; these lines stay as they are and are still read) and docs/changelog.md.";
 
 /// Whether bytes parse as the value that they were made of, or why they do not parse.
-pub type Parse = Box<dyn Fn(&[u8]) -> Result<bool, Kind>>;
+pub type Parse = Box<dyn Fn(&[u8]) -> Result<bool, ErrorKind>>;
 
 /// A value: its bytes as they are made today, and how such bytes are read.
 pub struct Case {
@@ -42,20 +42,30 @@ fn unhex(text: &str) -> Vec<u8> {
     digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
 }
 
+/// Returns what a line is known by. A call is known by its number: the word behind it is the name that the call had when the line was written.
+fn key(name: &str) -> String {
+    match name.split(' ').collect::<Vec<_>>()[..] {
+        [number, _, ref rest @ ..] if number.parse::<u8>().is_ok() => {
+            format!("{number} {}", rest.join(" "))
+        }
+        _ => name.to_owned(),
+    }
+}
+
 /// Holds `cases` against the golden file `path` (below `tests/fixtures/`): every value writes the golden bytes, and the golden
 /// bytes read as the value; no value is missing on either side.
 pub fn hold(path: &str, cases: &[Case]) {
     let path = format!("{}/tests/fixtures/{path}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
-    let mut golden: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut golden: BTreeMap<String, &str> = BTreeMap::new();
     for line in lines {
         let (name, bytes) = line.split_once(": ").unwrap_or_else(|| panic!("{path}: {line}"));
-        assert!(golden.insert(name, bytes).is_none(), "{path}: two lines for {name}");
+        assert!(golden.insert(key(name), bytes).is_none(), "{path}: two lines for {name}");
     }
     let mut new = String::new();
     for case in cases {
-        let Some(bytes) = golden.remove(case.name.as_str()) else {
+        let Some(bytes) = golden.remove(&key(&case.name)) else {
             writeln!(new, "{}: {}", case.name, hex(&case.bytes)).unwrap();
             continue;
         };

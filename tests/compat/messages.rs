@@ -4,7 +4,7 @@ use rapidraid::format::file::FileName;
 use rapidraid::format::records::Standing;
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Generation, NodeId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::plan::{Input, Output};
 use rapidraid::wire::calls::*;
 use rapidraid::wire::order::{
@@ -13,7 +13,7 @@ use rapidraid::wire::order::{
 };
 use rapidraid::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 use rapidraid::wire::{
-    Call, Failure, NodeAddress, StreamHeader, WireError, answer_to_bytes, message_to_bytes,
+    Call, NodeAddress, RemoteError, StreamHeader, WireError, answer_to_bytes, message_to_bytes,
     parse_answer, parse_message, parse_request, request_to_bytes, split_request,
 };
 use serde::Serialize;
@@ -26,7 +26,7 @@ use crate::records::{
 
 const RUN: [u8; 16] = [0x70; 16];
 
-fn kind(error: WireError) -> Kind {
+fn kind(error: WireError) -> ErrorKind {
     error.kind()
 }
 
@@ -148,13 +148,13 @@ fn archive_events(calls: &mut Calls) {
         phases_us: [100, 200, 300, 400],
     };
     calls
-        .answer::<Archive>(
+        .answer::<ArchiveStep>(
             ", progress",
             ArchiveEvent::Progress { done_bytes: 300, total_bytes: 1 << 40 },
         )
-        .answer::<Archive>(", stripe", ArchiveEvent::Stripe(report))
-        .answer::<Archive>(", note", ArchiveEvent::Note("trying again".into()))
-        .answer::<Archive>(", done", ArchiveEvent::Done { stripes: 300, undropped: 1 });
+        .answer::<ArchiveStep>(", stripe", ArchiveEvent::Stripe(report))
+        .answer::<ArchiveStep>(", note", ArchiveEvent::Note("trying again".into()))
+        .answer::<ArchiveStep>(", done", ArchiveEvent::Done { stripes: 300, undropped: 1 });
 }
 
 fn for_clients(calls: &mut Calls) {
@@ -168,7 +168,7 @@ fn for_clients(calls: &mut Calls) {
         catalogue: Some(address()),
         version: "0.1.0".into(),
     };
-    let begun = BeginAnswer {
+    let begun = BeginSaveAnswer {
         save,
         generation: GENERATION,
         lease: LEASE,
@@ -182,15 +182,21 @@ fn for_clients(calls: &mut Calls) {
         .both(Hello { me: None }, hello)
         .request(", node", Hello { me: Some(node("node-1")) })
         .both(
-            Begin { job: job.clone(), step, replace: true, save: SAVE, avoid: vec![NodeId(300)] },
+            BeginSave {
+                job: job.clone(),
+                step,
+                replace: true,
+                save: SAVE,
+                avoid: vec![NodeId(300)],
+            },
             begun,
         )
-        .both(Rebuild { accept_loss: true }, rebuilt())
+        .both(RebuildCatalogue { accept_loss: true }, rebuilt())
         .both(MoveCatalogue {}, moved())
-        .both(Keep { lease: LEASE }, ())
-        .both(Seal { root: root() }, ())
-        .both(Commit { job: job.clone(), step, save, shards: 300 }, saved())
-        .both(Abort { job: job.clone(), step, save }, ());
+        .both(RenewLease { lease: LEASE }, ())
+        .both(CompleteShard { root: root() }, ())
+        .both(CommitSave { job: job.clone(), step, save, shards: 300 }, saved())
+        .both(AbortSave { job: job.clone(), step, save }, ());
     let plans = [
         (", chain", PlanChoice::Chain),
         (", best star", PlanChoice::BestStar),
@@ -200,11 +206,11 @@ fn for_clients(calls: &mut Calls) {
     ];
     for (note, plan) in plans {
         let options = ArchiveOptions { plan, codec: Codec::Kernel, parallel: 300 };
-        calls.request(note, Archive { job: job.clone(), step, options });
+        calls.request(note, ArchiveStep { job: job.clone(), step, options });
     }
     archive_events(calls);
     let waiting = vec!["node-3".parse().unwrap()];
-    let listed = ListAnswer { steps: vec![step_view()], next: Some((job.clone(), step)) };
+    let listed = ListStepsAnswer { steps: vec![step_view()], next: Some((job.clone(), step)) };
     let shards = vec![(root(), Some(state())), (root(), None)];
     let status = NodeStatusAnswer {
         replicas: (300, 1 << 40),
@@ -219,20 +225,20 @@ fn for_clients(calls: &mut Calls) {
         notes: vec!["1 files are in quarantine".into()],
     };
     calls
-        .both(Remove { job: job.clone(), step, save }, RemoveAnswer { confirmed: 15, waiting })
-        .both(List { job: Some(job.clone()), after: Some((job.clone(), step)) }, listed)
-        .request(", all", List { job: None, after: None })
+        .both(RemoveStep { job: job.clone(), step, save }, RemoveAnswer { confirmed: 15, waiting })
+        .both(ListSteps { job: Some(job.clone()), after: Some((job.clone(), step)) }, listed)
+        .request(", all", ListSteps { job: None, after: None })
         .both(
-            Show { job: job.clone(), step: Some(step), first_shard: 128 },
-            ShowAnswer { step: step_view(), shards },
+            ShowStep { job: job.clone(), step: Some(step), first_shard: 128 },
+            ShowStepAnswer { step: step_view(), shards },
         )
-        .request(", latest", Show { job, step: None, first_shard: 0 })
-        .both(GetState { shard: root().shard }, Some(state()))
-        .answer::<GetState>(", none", None)
-        .both(Nodes {}, vec![NodeView { node: node("node-1"), live: true }])
-        .both(NodeStatus {}, status)
+        .request(", latest", ShowStep { job, step: None, first_shard: 0 })
+        .both(GetShardState { shard: root().shard }, Some(state()))
+        .answer::<GetShardState>(", none", None)
+        .both(ListNodes {}, vec![NodeView { node: node("node-1"), live: true }])
+        .both(GetNodeStatus {}, status)
         .both(RemoveNode { name: "node-3".parse().unwrap() }, ())
-        .both(PolicyStatus {}, policy());
+        .both(GetPolicyStatus {}, policy());
 }
 
 fn policy() -> PolicyAnswer {
@@ -289,14 +295,14 @@ fn of_data(calls: &mut Calls) {
     calls.answer::<GetRecord>("", Some(bytes)).answer::<GetRecord>(", none", None);
     let (replica, piece) = (FileName::Replica { block: 3 }, FileName::Piece { piece: 7, attempt });
     let file = |file| FileView { file, len_bytes: 50_048, root: [7; 32] };
-    let read = |file| Read { stripe, file, from: 65_536, len_bytes: 300, hashes: true };
+    let read = |file| ReadFile { stripe, file, from: 65_536, len_bytes: 300, hashes: true };
     let hashes = vec![[1; 32], [2; 32]];
     calls
-        .both(Inspect { stripe }, vec![file(replica), file(piece)])
+        .both(ListFiles { stripe }, vec![file(replica), file(piece)])
         .request(", replica", read(replica))
         .request(", piece", read(piece))
-        .answer::<Read>("", ReadAnswer { len_bytes: 65_836, hashes })
-        .both(Suspect { stripe, file: piece }, true);
+        .answer::<ReadFile>("", ReadFileAnswer { len_bytes: 65_836, hashes })
+        .both(VerifyFile { stripe, file: piece }, true);
 }
 
 fn of_the_catalogue(calls: &mut Calls) {
@@ -306,25 +312,28 @@ fn of_the_catalogue(calls: &mut Calls) {
     let epoch = GENERATION.epoch;
     calls
         .both(
-            Register { node: node("node-1") },
+            RegisterNode { node: node("node-1") },
             RegisterAnswer { epoch, map: MAP, revision: 301, members: 299, lease_ms: 10_000 },
         )
-        .both(CatalogueGet { key: key() }, Some((value.clone(), 300)))
-        .answer::<CatalogueGet>(", none", None)
+        .both(GetKey { key: key() }, Some((value.clone(), 300)))
+        .answer::<GetKey>(", none", None)
         .both(
-            CatalogueSet { key: key(), expected, value: Some(value.clone()) },
-            SetAnswer::Set(301),
+            CompareAndSetKey { key: key(), expected, value: Some(value.clone()) },
+            CompareAndSetAnswer::Set(301),
         )
-        .request(", remove", CatalogueSet { key: key(), expected: None, value: None })
-        .answer::<CatalogueSet>(", other", SetAnswer::Other(Some((value.clone(), 299))))
-        .answer::<CatalogueSet>(", gone", SetAnswer::Other(None))
-        .both(CatalogueList { prefix, after: Some(key()), limit: 256 }, vec![(key(), value, 300)])
-        .both(LeaseGrant {}, (LEASE, 10_000))
-        .both(LeaseTouch { lease: LEASE, keep: true }, true)
-        .both(LeaseRevoke { lease: LEASE }, ());
+        .request(", remove", CompareAndSetKey { key: key(), expected: None, value: None })
+        .answer::<CompareAndSetKey>(
+            ", other",
+            CompareAndSetAnswer::Conflict(Some((value.clone(), 299))),
+        )
+        .answer::<CompareAndSetKey>(", gone", CompareAndSetAnswer::Conflict(None))
+        .both(ListKeys { prefix, after: Some(key()), limit: 256 }, vec![(key(), value, 300)])
+        .both(GrantLease {}, (LEASE, 10_000))
+        .both(TouchLease { lease: LEASE, keep: true }, true)
+        .both(RevokeLease { lease: LEASE }, ());
 }
 
-fn inventory() -> InventoryAnswer {
+fn inventory() -> InventoryPage {
     let stripes = vec![StripeHolding {
         index: 7,
         replicas: vec![1, 12],
@@ -334,13 +343,13 @@ fn inventory() -> InventoryAnswer {
     let shard = stripe().shard;
     let (mark, tombstone) = (Some(vec![1, 2]), Some(vec![3]));
     let held = ShardHolding { shard, mark, root: Some(root()), tombstone, stripes };
-    InventoryAnswer { shards: vec![held], next: Some((shard, None)) }
+    InventoryPage { shards: vec![held], next: Some((shard, None)) }
 }
 
-fn marked() -> MarkedAnswer {
+fn marked() -> MarkedSavesPage {
     let StepView { job, step, saved, .. } = step_view();
     let saves = vec![MarkedSave { job, step, saved, n: 16, k: 11 }];
-    MarkedAnswer { saves, next: Some(stripe().shard) }
+    MarkedSavesPage { saves, next: Some(stripe().shard) }
 }
 
 fn standing() -> StandingAnswer {
@@ -362,11 +371,11 @@ fn rebuilt() -> RebuildAnswer {
     }
 }
 
-const MAP_SUM: MapSum = MapSum { revision: 300, sum: [9; 16] };
+const MAP_SUM: DbChecksum = DbChecksum { revision: 300, sum: [9; 16] };
 
-fn moved() -> MoveAnswer {
+fn moved() -> MoveCatalogueAnswer {
     let (home, from) = ("node-3".parse().unwrap(), "node-1".parse().unwrap());
-    MoveAnswer { epoch: GENERATION.epoch, home, from, entries: 300 }
+    MoveCatalogueAnswer { epoch: GENERATION.epoch, home, from, entries: 300 }
 }
 
 fn source(counts: bool) -> SourceView {
@@ -394,15 +403,23 @@ fn orders(calls: &mut Calls) {
     let owner = Generation { counter: 301, ..generation };
     let bytes = vec![1, 2, 3];
     calls
-        .both(Reserve { order: order() }, ())
-        .both(Run { run: RUN }, run_report())
-        .both(Release { run: RUN }, ())
+        .both(ReservePart { order: order() }, ())
+        .both(RunPart { run: RUN }, run_report())
+        .both(ReleasePart { run: RUN }, ())
         .both(PutMark { bytes: bytes.clone(), epoch: generation.epoch }, ())
-        .both(Claim { epoch: generation.epoch, map: MAP, home: address() }, ())
-        .both(Members {}, vec![node("node-1")])
-        .both(Buried { saves: vec![SAVE] }, vec![SAVE])
-        .both(HoldStill {}, MAP_SUM)
-        .both(HandOver { copied: MAP_SUM, epoch: generation.epoch, map: MAP, home: address() }, ())
+        .both(ClaimEpoch { epoch: generation.epoch, map: MAP, home: address() }, ())
+        .both(ListMembers {}, vec![node("node-1")])
+        .both(FindRemovedSaves { saves: vec![SAVE] }, vec![SAVE])
+        .both(PauseWrites {}, MAP_SUM)
+        .both(
+            TransferCatalogue {
+                copied: MAP_SUM,
+                epoch: generation.epoch,
+                map: MAP,
+                home: address(),
+            },
+            (),
+        )
         .both(ListSources { stripe }, vec![source(true), source(false)])
         .both(
             ReadSource {
@@ -412,22 +429,28 @@ fn orders(calls: &mut Calls) {
                 len_bytes: 1000,
                 hashes: true,
             },
-            ReadAnswer { len_bytes: 0, hashes: Vec::new() },
+            ReadFileAnswer { len_bytes: 0, hashes: Vec::new() },
         )
         .both(ExamineStripe { stripe, with_shard: true }, examined())
         .both(GetStanding {}, standing())
-        .both(ListGraves { after: Some(SAVE) }, vec![SAVE])
+        .both(ListRemovedSaves { after: Some(SAVE) }, vec![SAVE])
         .both(CatchUp { without: Some("node-2".parse().unwrap()) }, ())
         .both(ListDamagedMarks {}, vec![SAVE])
-        .both(Marked { after: Some(stripe.shard) }, marked())
-        .request(", all", Marked { after: None })
-        .both(Inventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) }, inventory())
-        .request(", all", Inventory { after: None, only: None })
+        .both(ListMarkedSaves { after: Some(stripe.shard) }, marked())
+        .request(", all", ListMarkedSaves { after: None })
+        .both(
+            ListInventory { after: Some((stripe.shard, Some(300))), only: Some(SAVE) },
+            inventory(),
+        )
+        .request(", all", ListInventory { after: None, only: None })
         .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())
         .both(PutTombstone { bytes: bytes.clone() }, ())
-        .both(Drop { stripe, attempt, generation }, DropAnswer { files: 2, bytes: 100_096 })
         .both(
-            Fetch {
+            DropReplicas { stripe, attempt, generation },
+            DropReplicasAnswer { files: 2, bytes: 100_096 },
+        )
+        .both(
+            CopyReplica {
                 stripe,
                 block: 3,
                 len_bytes: 49_952,
@@ -439,7 +462,7 @@ fn orders(calls: &mut Calls) {
             (),
         )
         .both(PutPlaces { stripe, generation, coordinator, bytes }, ())
-        .both(Sweep { save: SAVE }, 1 << 40);
+        .both(PurgeSave { save: SAVE }, 1 << 40);
 }
 
 fn message<T>(name: &str, value: T) -> Case
@@ -452,9 +475,9 @@ where
     Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
 }
 
-fn failure(kind_of_failure: Kind) -> Case {
-    let answer: Result<(), Failure> =
-        Err(Failure { kind: kind_of_failure, message: "what to do next".into() });
+fn failure(kind_of_failure: ErrorKind) -> Case {
+    let answer: Result<(), RemoteError> =
+        Err(RemoteError { kind: kind_of_failure, message: "what to do next".into() });
     let bytes = answer_to_bytes(&answer).unwrap();
     let parse = move |bytes: &[u8]| Ok(parse_answer::<()>(bytes).map_err(kind)? == answer);
     Case { name: format!("failure, {kind_of_failure:?}"), bytes, parse: Box::new(parse) }
@@ -481,6 +504,6 @@ pub fn others() -> Vec<Case> {
         ),
         message("block trailer", BlockTrailer { root: [7; 32], fingerprints: fingerprints(2) }),
     ];
-    cases.extend((1..=12).map(|code| failure(Kind::from_wire_code(code))));
+    cases.extend((1..=12).map(|code| failure(ErrorKind::from_wire_code(code))));
     cases
 }

@@ -16,10 +16,10 @@ use rapidraid::format::records::{
 };
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
-    Attempt, ClusterId, Epoch, FillId, Generation, InstanceId, LaunchId, LeaseId, MapId, MemberId,
+    Attempt, ClusterId, DbId, Epoch, FillId, Generation, InstanceId, LaunchId, LeaseId, MemberId,
     NodeId, PeerName, SaveId, SegmentId, ShardId, Step, StripeId,
 };
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
 use rapidraid::trainer::daemon::core::LoadAnswer;
 use rapidraid::trainer::daemon::records::{
@@ -36,7 +36,7 @@ pub const SAVE: SaveId = SaveId([0x5a; 12]);
 pub const ATTEMPT: Attempt = Attempt([0xa7; 16]);
 pub const LEASE: LeaseId = LeaseId([0x1e; 16]);
 pub const CODE: CodeId = CodeId(0x0102_0304_0506_0708);
-pub const MAP: MapId = MapId([0x3c; 16]);
+pub const MAP: DbId = DbId([0x3c; 16]);
 pub const GENERATION: Generation = Generation { epoch: Epoch(3), counter: 300 };
 
 pub fn stripe() -> StripeId {
@@ -194,7 +194,7 @@ const REVISION: u64 = 70_000;
 /// Where [`SAVE`] is entombed.
 const GRAVES: &str = "graves/5a";
 
-fn open(disk: &Arc<MemoryDisk>) -> Result<Store, Kind> {
+fn open(disk: &Arc<MemoryDisk>) -> Result<Store, ErrorKind> {
     let name: PeerName = "node-1".parse().unwrap();
     let lock = disk.lock(LOCK_FILE).unwrap();
     let store = Store::open(disk.clone(), lock, Arc::new(MemoryKv::new()), CLUSTER, &name);
@@ -208,7 +208,7 @@ fn folder_record(name: &str, path: &'static str) -> Case {
     let store = open(&disk).unwrap();
     store.claim_epoch(SEEN, MAP, home.clone()).unwrap();
     store.note_revision(MAP, REVISION).unwrap();
-    assert!(store.entomb(SAVE).unwrap());
+    assert!(store.record_removed(SAVE).unwrap());
     store.note_caught_up(SEEN, REVISION).unwrap();
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
@@ -227,7 +227,7 @@ fn folder_record(name: &str, path: &'static str) -> Case {
                 disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
                 // One that does not open says that the node is behind.
                 match store.caught_up_as() {
-                    None => Err(Kind::Corrupt),
+                    None => Err(ErrorKind::Corrupt),
                     Some(revision) => Ok(revision == REVISION),
                 }
             }
@@ -235,11 +235,11 @@ fn folder_record(name: &str, path: &'static str) -> Case {
                 store.claim_epoch(SEEN, MAP, home).unwrap();
                 // One that does not open is none.
                 match store.revision() {
-                    0 => Err(Kind::Corrupt),
+                    0 => Err(ErrorKind::Corrupt),
                     revision => Ok(revision == REVISION),
                 }
             }
-            GRAVES => store.is_entombed(SAVE).map_err(|error| error.kind()),
+            GRAVES => store.is_recorded_removed(SAVE).map_err(|error| error.kind()),
             _ => Ok(true),
         }
     };

@@ -2,7 +2,7 @@
 
 use rapidraid::format::table::Table;
 use rapidraid::id::{FillId, InstanceId, LaunchId, MemberId, SegmentId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::mapping::{Readable, Writable, reserve};
 use rapidraid::trainer::protocol::{
     Answer, Failure, Hello, HelloAnswer, JobStatus, Load, LoadSource, Loadable, Notice, Part,
@@ -30,7 +30,7 @@ where
     let bytes = to_bytes(&message).unwrap();
     let read = move |bytes: &[u8]| match parse::<T>(bytes) {
         Ok(found) => Ok(found == message),
-        Err(_) => Err(Kind::Invalid),
+        Err(_) => Err(ErrorKind::Invalid),
     };
     Case { name: name.to_owned(), bytes, parse: Box::new(read) }
 }
@@ -112,7 +112,7 @@ fn part(fill: Option<FillId>) -> Part {
 }
 
 fn answers() -> Vec<(&'static str, Answer)> {
-    let failure = Failure::new(Kind::Fenced, "launch is over", "end this process");
+    let failure = Failure::new(ErrorKind::Fenced, "launch is over", "end this process");
     let loadable = |source, verified| Loadable {
         ticket: 300,
         step: STEP,
@@ -225,12 +225,12 @@ pub fn segment() -> Case {
     Case { name: "segment".into(), bytes: shown, parse: Box::new(read) }
 }
 
-fn read_segment(bytes: &[u8], header: &Header, table: &Table) -> Result<bool, Kind> {
-    let (head, rest) = bytes.split_at_checked(128).ok_or(Kind::Invalid)?;
+fn read_segment(bytes: &[u8], header: &Header, table: &Table) -> Result<bool, ErrorKind> {
+    let (head, rest) = bytes.split_at_checked(128).ok_or(ErrorKind::Invalid)?;
     let all = [head, &vec![0; HEADER_BYTES as usize - 128], rest].concat();
     let file = tempfile::tempfile().unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, &all, 0).unwrap();
-    let map = Readable::map(&file, all.len() as u64).map_err(|_| Kind::Io)?;
+    let map = Readable::map(&file, all.len() as u64).map_err(|_| ErrorKind::Io)?;
     let (found, found_table) = read_staged(SEGMENT, &map).map_err(|error| error.kind())?;
     Ok(found == *header && found_table == *table)
 }

@@ -12,17 +12,17 @@ use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::tree::GrainTree;
 use rapidraid::gf::FingerprintKey;
 use rapidraid::id::{Attempt, ClusterId, Epoch, Generation, NodeId, PeerName, ShardId, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::call::Caller;
 use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::pool::Pool;
 use rapidraid::net::{Peer, Role};
-use rapidraid::pipeline::executor::{RunError, Runs, order_bytes};
+use rapidraid::pipeline::executor::{Executor, RunError, order_bytes};
 use rapidraid::plan::{Input, Output};
 use rapidraid::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
 use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::NodeAddress;
-use rapidraid::wire::calls::Reserve;
+use rapidraid::wire::calls::ReservePart;
 use rapidraid::wire::order::{Codec, HopOrder, InputOrder, Order, OutputOrder};
 use rapidraid::wire::{parse_request, request_to_bytes, split_request};
 use rapidraid::workers::Workers;
@@ -132,7 +132,7 @@ fn corpus() -> Vec<Vec<u8>> {
     through.outputs.push(output(Output::Stream(301)));
     through.matrix.push(vec![3, 4]);
     let orders = [ranges, classical, empty, order(vec![through])];
-    orders.map(|order| request_to_bytes(&Reserve { order }).unwrap()).to_vec()
+    orders.map(|order| request_to_bytes(&ReservePart { order }).unwrap()).to_vec()
 }
 
 /// One order on a node of its own. The error names the law that it breaks.
@@ -144,9 +144,9 @@ async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
     let caller = Caller::new(pool, clock.clone(), Duration::from_secs(10));
     let budget = Budget::new("archive", BUDGET_BYTES);
     let store = store_of(disk);
-    let runs = Runs::new(store.clone(), Workers::inline(), caller, clock, budget.clone());
+    let runs = Executor::new(store.clone(), Workers::inline(), caller, clock, budget.clone());
     let (number, stripe, attempt, cut) = (order.run, order.stripe, order.attempt, order.cut);
-    let is_ours = |error: &RunError| error.kind() == Kind::Internal;
+    let is_ours = |error: &RunError| error.kind() == ErrorKind::Internal;
     match runs.reserve(order).await {
         Err(error) if is_ours(&error) => return Err(format!("it is called a defect: {error}")),
         Err(_) => return Ok(false),
@@ -182,7 +182,7 @@ async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
 fn check(disk: &MemoryDisk, runtime: &tokio::runtime::Runtime, frame: &[u8]) -> Verdict {
     let parse = |frame: &[u8]| split_request(frame).and_then(|(_, body)| parse_request(body));
     let (parsed, peak_bytes) = within(MESSAGE, frame.len(), || parse(frame))?;
-    let Ok(Reserve { order }) = parsed else { return Ok(Seen::default()) };
+    let Ok(ReservePart { order }) = parsed else { return Ok(Seen::default()) };
     // Beside what the order takes: the copy of the disk, what the order itself is, and a node without work.
     let base_bytes = order_bytes(&order).min(BUDGET_BYTES) as usize + 2 * DISK_BYTES as usize;
     let memory = Memory { base_bytes: base_bytes + (1 << 20), ..MESSAGE };

@@ -186,10 +186,10 @@ fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let name: PeerName = "node-1".parse().unwrap();
     let lock = disk.lock(LOCK_FILE)?;
     let (store, _) = Store::open(disk, lock, kv, ClusterId([0xc1; 16]), &name)?;
-    let _ = (store.epoch(), store.home(), store.map(), store.totals());
+    let _ = (store.epoch(), store.last_catalogue_server(), store.last_db_id(), store.totals());
     let _ = (store.standing(), store.caught_up_as());
     store.members()?;
-    if store.entomb(SAVE)? && !store.is_entombed(SAVE)? {
+    if store.record_removed(SAVE)? && !store.is_recorded_removed(SAVE)? {
         return Err(StoreError::NoIdentity);
     }
     Ok(())

@@ -14,7 +14,7 @@ use rapidraid::config::{ClientConfig, HostPort, NodeConfig, Sources};
 use rapidraid::format::file::FileName;
 use rapidraid::format::table::Path as NamePath;
 use rapidraid::id::{
-    Attempt, ClusterId, Job, LeaseId, MapId, PeerName, SaveId, ShardId, ShardName, Step,
+    Attempt, ClusterId, DbId, Job, LeaseId, PeerName, SaveId, ShardId, ShardName, Step,
 };
 use rapidraid::units::{ByteCount, GRAIN_BYTES, MAX_BLOCK_BYTES, MIB};
 
@@ -81,7 +81,7 @@ const NAMES: &[Law] = &[
     (shard_name, &["model/rank 7.bin", "..a/b", "ü"]),
     (number::<Step>, &["0", "18446744073709551615", "007"]),
     (name::<ClusterId>, &["c1c1c1c1c1c1c1c1c1c1c1c1c1c1c1c1"]),
-    (name::<MapId>, &["3c3c3c3c3c3c3c3c3c3c3c3c3c3c3c3c"]),
+    (name::<DbId>, &["3c3c3c3c3c3c3c3c3c3c3c3c3c3c3c3c"]),
     (name::<ShardId>, &["5a5a5a5a5a5a5a5a5a5a5a5a00000001"]),
     (name::<SaveId>, &["5a5a5a5a5a5a5a5a5a5a5a5a"]),
     (name::<Attempt>, &["a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7"]),

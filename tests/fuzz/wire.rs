@@ -4,8 +4,8 @@ use rapidraid::catalogue::evidence::SaveEvidence;
 use rapidraid::id::{ClusterId, Epoch, Generation, NodeId};
 use rapidraid::wire::calls::*;
 use rapidraid::wire::{
-    Call, Failure, StreamHeader, answer_to_bytes, message_to_bytes, parse_answer, parse_message,
-    parse_request, request_to_bytes, split_request,
+    Call, RemoteError, StreamHeader, answer_to_bytes, message_to_bytes, parse_answer,
+    parse_message, parse_request, request_to_bytes, split_request,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -32,7 +32,7 @@ where
 {
     let parse = |frame: &[u8]| {
         let mut answer = parse_answer::<C::Answer>(frame)?;
-        if let Err(Failure { message, .. }) = &mut answer {
+        if let Err(RemoteError { message, .. }) = &mut answer {
             *message = message.chars().take(MAX_FAILURE_CHARS).collect();
         }
         Ok::<_, rapidraid::wire::WireError>(answer)
@@ -54,56 +54,56 @@ macro_rules! laws {
 /// Every call, by its number.
 const CALLS: &[Laws] = laws![
     Hello,
-    Begin,
-    Keep,
-    Seal,
-    Commit,
-    Abort,
-    Archive,
-    Remove,
-    List,
-    Show,
-    GetState,
-    Nodes,
-    NodeStatus,
-    Rebuild,
-    PolicyStatus,
+    BeginSave,
+    RenewLease,
+    CompleteShard,
+    CommitSave,
+    AbortSave,
+    ArchiveStep,
+    RemoveStep,
+    ListSteps,
+    ShowStep,
+    GetShardState,
+    ListNodes,
+    GetNodeStatus,
+    RebuildCatalogue,
+    GetPolicyStatus,
     RemoveNode,
     MoveCatalogue,
     PutBlock,
     PutRecord,
     GetRecord,
-    Inspect,
-    Read,
-    Suspect,
-    Buried,
-    Members,
+    ListFiles,
+    ReadFile,
+    VerifyFile,
+    FindRemovedSaves,
+    ListMembers,
     ListSources,
     ReadSource,
     ExamineStripe,
-    Register,
-    CatalogueGet,
-    CatalogueSet,
-    CatalogueList,
-    LeaseGrant,
-    LeaseTouch,
-    LeaseRevoke,
-    Reserve,
-    Run,
-    Release,
+    RegisterNode,
+    GetKey,
+    CompareAndSetKey,
+    ListKeys,
+    GrantLease,
+    TouchLease,
+    RevokeLease,
+    ReservePart,
+    RunPart,
+    ReleasePart,
     PutMark,
     PutReceipt,
     PutTombstone,
-    Drop,
-    Fetch,
-    Sweep,
-    Claim,
-    Inventory,
-    Marked,
-    HoldStill,
-    HandOver,
+    DropReplicas,
+    CopyReplica,
+    PurgeSave,
+    ClaimEpoch,
+    ListInventory,
+    ListMarkedSaves,
+    PauseWrites,
+    TransferCatalogue,
     GetStanding,
-    ListGraves,
+    ListRemovedSaves,
     CatchUp,
     ListDamagedMarks,
     PutPlaces,
@@ -142,7 +142,7 @@ pub fn answers() -> Target {
     let mut corpus = golden("answer");
     let failures = fixtures::lines("wire/v1/messages.txt").into_iter();
     let failures = failures.filter(|(name, _)| name.starts_with("failure"));
-    corpus.extend(failures.map(|(_, bytes)| [vec![Keep::NUMBER], bytes].concat()));
+    corpus.extend(failures.map(|(_, bytes)| [vec![RenewLease::NUMBER], bytes].concat()));
     let check = |bytes: &[u8]| match bytes.split_first() {
         Some((number, frame)) => {
             laws_of(*number).map_or(Ok(Seen::default()), |(_, _, answer)| answer(frame))
@@ -169,7 +169,7 @@ pub fn messages() -> Target {
     Target { name: "messages", cases: 100_000, corpus, words: Vec::new(), check: Box::new(check) }
 }
 
-fn judge(page: InventoryAnswer) {
+fn judge(page: InventoryPage) {
     let Some(save) = page.shards.first().map(|held| held.shard.save()) else { return };
     let mut evidence = SaveEvidence::default();
     for held in &page.shards {
@@ -181,8 +181,9 @@ fn judge(page: InventoryAnswer) {
 /// What a rebuild judges by. The first byte says what follows: `0` a page of what a node holds; or the body of a record, by its
 /// kind, that such a page has.
 pub fn evidence() -> Target {
-    let golden = golden("answer").into_iter().find(|bytes| bytes[0] == Inventory::NUMBER).unwrap();
-    let golden = parse_answer::<InventoryAnswer>(&golden[1..]).unwrap().unwrap();
+    let golden =
+        golden("answer").into_iter().find(|bytes| bytes[0] == ListInventory::NUMBER).unwrap();
+    let golden = parse_answer::<InventoryPage>(&golden[1..]).unwrap().unwrap();
     let mut full = golden.clone();
     let mut corpus = Vec::new();
     for (name, bytes) in fixtures::lines("format/v1/records.txt") {
@@ -211,7 +212,7 @@ pub fn evidence() -> Target {
                     _ => {}
                 }
             }
-            match parse_answer::<InventoryAnswer>(body) {
+            match parse_answer::<InventoryPage>(body) {
                 Ok(Ok(found)) if *kind == 0 => page = found,
                 _ if *kind == 0 => return false,
                 _ => {}

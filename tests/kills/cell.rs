@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use rapidraid::stage::Stage;
+use rapidraid::stage::TracePoint;
 
 use crate::fleet::{Fleet, LEASE, LOOK, SETTLE_LIMIT, kind_of, message_of};
 use crate::machine::{Ended, bytes, tree};
@@ -71,8 +71,8 @@ const LOSER: usize = 2;
 const REBUILDER: usize = 0;
 
 /// The stages of a deed that always come.
-fn stages(deed: Deed) -> &'static [Stage] {
-    use Stage::*;
+fn stages(deed: Deed) -> &'static [TracePoint] {
+    use TracePoint::*;
     match deed {
         Deed::Save => &[Begin, Send, Block, Record, Leaves, Seal, Decide, Mark, Publish],
         Deed::Replace => &[Begin, Block, Decide, Mark, Publish, Fence, Tombstone, Sweep, Forget],
@@ -92,7 +92,7 @@ fn stages(deed: Deed) -> &'static [Stage] {
 pub struct Cell {
     role: Role,
     deed: Deed,
-    stage: Stage,
+    stage: TracePoint,
 }
 
 fn word<T: PartialEq>(words: &[(T, &'static str)], of: &T) -> &'static str {
@@ -129,12 +129,18 @@ pub fn all() -> Vec<Cell> {
         for &stage in stages(deed) {
             // What a save leaves to the daemons has no client any more.
             let later = deed == Deed::Replace
-                && matches!(stage, Stage::Fence | Stage::Tombstone | Stage::Sweep | Stage::Forget);
+                && matches!(
+                    stage,
+                    TracePoint::Fence
+                        | TracePoint::Tombstone
+                        | TracePoint::Sweep
+                        | TracePoint::Forget
+                );
             let roles = ROLES.iter().map(|(role, _)| *role);
             let roles = roles.filter(|role| match role {
                 // The daemon that rebuilds, and one that has claimed; the home is gone already.
                 Role::Head | Role::Middle if deed == Deed::Rebuild => true,
-                Role::Sayer => deed == Deed::Mend || stage == Stage::Claim,
+                Role::Sayer => deed == Deed::Mend || stage == TracePoint::Claim,
                 _ if deed == Deed::Rebuild => false,
                 Role::Client => !later,
                 // A restore goes to the nodes themselves.

@@ -6,7 +6,7 @@ use rapidraid::net::identity::Identity;
 use rapidraid::net::pool::Pool;
 use rapidraid::net::quic::{QuicTransport, TransportLimits};
 use rapidraid::net::{Address, Transport};
-use rapidraid::wire::calls::CatalogueList;
+use rapidraid::wire::calls::ListKeys;
 use std::sync::Arc;
 
 use crate::fleet::{Fleet, LEASE};
@@ -48,7 +48,7 @@ impl Fleet {
             let caller = Caller::new(Pool::new(transport.clone(), clock.clone()), clock, 3 * LEASE);
             let host_port = self.members[self.place(home)].address.clone();
             let to = Address { host_port, node: Some(home.parse().unwrap()) };
-            let call = CatalogueList { prefix: String::new(), after: None, limit: SHOWN };
+            let call = ListKeys { prefix: String::new(), after: None, limit: SHOWN };
             let page = caller.call_address(&to, &call).await;
             transport.close().await;
             Ok(page.map_err(|error| error.to_string())?.into_iter().map(|(key, ..)| key).collect())

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use rapidraid::stage::Stage;
+use rapidraid::stage::TracePoint;
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -61,7 +61,7 @@ pub fn five_die_around_a_restore(mib: usize) {
         fleet.bury(at);
     }
     let home = fleet.members[fleet.home].name.clone();
-    fleet.watch.set_trap(Stage::Deliver, Victim::Named(home));
+    fleet.watch.set_trap(TracePoint::Deliver, Victim::Named(home));
     let other = std::thread::scope(|scope| {
         let also = scope.spawn(|| {
             fleet.until("the home is killed", || fleet.watch.killed().is_some());

@@ -9,7 +9,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::stage::Stage;
+use rapidraid::stage::TracePoint;
 
 use crate::fleet::{Fleet, LEASE, kind_of, message_of};
 use crate::ledger::{Is, Ledger, Name};
@@ -184,7 +184,7 @@ impl Storm<'_> {
     /// A daemon at a stage: the one that says it, or any.
     fn spring(&self, random: &SeededEntropy, back: &[(usize, Instant)]) -> Option<Option<usize>> {
         let watch = &self.fleet.watch;
-        let stage = Stage::ALL[random.below(Stage::ALL.len() as u64) as usize];
+        let stage = TracePoint::ALL[random.below(TracePoint::ALL.len() as u64) as usize];
         let victim = match random.below(2) {
             0 => Victim::Sayer,
             _ => Victim::Named(self.fleet.members[self.draw_daemon(random, back)].name.clone()),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use rapidraid::stage::{Stage, TARGET};
+use rapidraid::stage::{TARGET, TracePoint};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::machine::Listener;
@@ -12,8 +12,13 @@ use crate::machine::Listener;
 /// Lines of each process that are kept for a failure.
 const KEPT: usize = 60;
 /// What a daemon says when a client's work goes through it.
-const GATEWAY_STAGES: [Stage; 5] =
-    [Stage::Begin, Stage::Seal, Stage::Decide, Stage::Wish, Stage::Removing];
+const GATEWAY_STAGES: [TracePoint; 5] = [
+    TracePoint::Begin,
+    TracePoint::Seal,
+    TracePoint::Decide,
+    TracePoint::Wish,
+    TracePoint::Removing,
+];
 
 /// Who is to die.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,7 +43,7 @@ struct State {
     pids: BTreeMap<String, Pid>,
     tails: BTreeMap<String, VecDeque<String>>,
     gateway: Option<String>,
-    trap: Option<(Stage, Victim)>,
+    trap: Option<(TracePoint, Victim)>,
     killed: Option<Killed>,
     panics: Vec<String>,
 }
@@ -115,7 +120,7 @@ impl Watch {
     }
 
     /// Sets the trap for one operation.
-    pub fn set_trap(&self, stage: Stage, victim: Victim) {
+    pub fn set_trap(&self, stage: TracePoint, victim: Victim) {
         let mut state = self.state();
         (state.trap, state.killed, state.gateway) = (Some((stage, victim)), None, None);
     }

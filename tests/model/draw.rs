@@ -12,12 +12,12 @@ use rapidraid::format::records::{
     RemoveReason, RingNode, Saved, ShardRoot, StripeFixed, StripeRecord, Tombstone, stripes_root,
 };
 use rapidraid::id::{
-    Attempt, ClusterId, Epoch, Generation, MapId, NodeId, SaveId, ShardId, Step, StripeId,
+    Attempt, ClusterId, DbId, Epoch, Generation, NodeId, SaveId, ShardId, Step, StripeId,
 };
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
-    Claim, Drop, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
-    Sweep,
+    ClaimEpoch, DropReplicas, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord,
+    PutTombstone, RecordName,
 };
 
 use crate::state::{Deed, State, file};
@@ -221,22 +221,22 @@ impl Draw {
                 let tombstone = Tombstone { cluster: self.cluster(), save, generation, reason };
                 Deed::Tombstone(PutTombstone { bytes: tombstone.to_bytes().unwrap() })
             }
-            24 => Deed::Sweep(Sweep { save }),
+            24 => Deed::Sweep(PurgeSave { save }),
             25..29 => {
                 // Mostly the stripe that is archived.
                 let stripe = StripeId { index: stripe.index * self.below(2) as u32, ..stripe };
                 let known = model.archived.get(&stripe).copied();
                 let (attempt, generation) =
                     known.filter(|_| !self.one_in(6)).unwrap_or((self.attempt(), generation));
-                Deed::Drop(Drop { stripe, attempt, generation })
+                Deed::Drop(DropReplicas { stripe, attempt, generation })
             }
             _ => {
                 let home = NodeAddress {
                     name: "elsewhere".parse().unwrap(),
                     host_port: "elsewhere:1".into(),
                 };
-                let map = MapId([1 + self.below(2) as u8; 16]);
-                Deed::Claim(Claim { epoch: self.epoch(model.epoch), map, home })
+                let map = DbId([1 + self.below(2) as u8; 16]);
+                Deed::Claim(ClaimEpoch { epoch: self.epoch(model.epoch), map, home })
             }
         }
     }

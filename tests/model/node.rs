@@ -9,10 +9,11 @@ use rapidraid::format::records::{LAYOUT_STANDARD, Record, Run, ShardState, Strip
 use rapidraid::id::{Attempt, NodeId, SaveId, ShardId, StripeId};
 use rapidraid::net::Role;
 use rapidraid::net::call::CallError;
-use rapidraid::store::{PieceSpec, Scope, Store};
+use rapidraid::store::{PieceSpec, RecordScope, Store};
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
-    Buried, CatalogueSet, GetRecord, Inspect, Inventory, Marked, RecordName,
+    CompareAndSetKey, FindRemovedSaves, GetRecord, ListFiles, ListInventory, ListMarkedSaves,
+    RecordName,
 };
 
 use crate::draw::{BLOCK, Draw, PIECE_BYTES};
@@ -45,10 +46,10 @@ impl Subject {
             let runs = [state, StripeState::Replicated].map(|state| Run { count: 1, state }).into();
             let state = ShardState { generation, owner: None, deleting: false, runs };
             let (key, value) = (state_key(stripe.shard), Some(state.to_bytes().unwrap()));
-            peer.ask(&home, &CatalogueSet { key, expected: None, value }).await.unwrap();
+            peer.ask(&home, &CompareAndSetKey { key, expected: None, value }).await.unwrap();
         }
         let store = world.nodes[&NODE].store();
-        let (epoch, map, held) = (store.epoch(), store.map(), Held::new());
+        let (epoch, map, held) = (store.epoch(), store.last_db_id(), Held::new());
         let me = NodeId::of(&world.machines[NODE].name);
         assert!(map.is_some());
         Self { world, client, peer, to, model: State { me, held, epoch, map, archived } }
@@ -82,7 +83,7 @@ impl Subject {
                 });
                 written.map(drop).map_err(|error| {
                     let (kind, message) = (error.kind(), error.to_string());
-                    rapidraid::wire::Failure { kind, message }.into()
+                    rapidraid::wire::RemoteError { kind, message }.into()
                 })
             }
             Deed::Record(call) => self.client.ask(to, call).await,
@@ -141,7 +142,7 @@ impl Subject {
             assert_eq!(expected, Ok(()), "{deed:?}");
             return;
         }
-        let (held, epoch, map) = (self.held(), self.store().epoch(), self.store().map());
+        let (held, epoch, map) = (self.held(), self.store().epoch(), self.store().last_db_id());
         for path in held.keys().chain(before.held.keys()).chain(after.held.keys()) {
             let found = held.get(path);
             let is_either = found == before.held.get(path) || found == after.held.get(path);
@@ -156,17 +157,21 @@ impl Subject {
     fn held(&self) -> Held {
         let (store, mut held) = (self.store(), Held::new());
         let small = |scope, path: &dyn Fn(&str) -> String, held: &mut Held| {
-            for (name, _) in store.list_small(scope).unwrap() {
-                held.insert(path(&name), store.get_small(scope, &name).unwrap().unwrap());
+            for (name, _) in store.list_record_files(scope).unwrap() {
+                held.insert(path(&name), store.get_record_file(scope, &name).unwrap().unwrap());
             }
         };
         for shard in store.list_shards(None, 1000).unwrap() {
-            small(Scope::Shard(shard), &|name| state::of_shard(shard, name), &mut held);
-            if store.is_entombed(shard.save()).unwrap() {
+            small(RecordScope::Shard(shard), &|name| state::of_shard(shard, name), &mut held);
+            if store.is_recorded_removed(shard.save()).unwrap() {
                 held.insert(state::grave(shard.save()), Vec::new());
             }
             for stripe in store.list_stripes(shard, None, 1000).unwrap() {
-                small(Scope::Stripe(stripe), &|name| state::of_stripe(stripe, name), &mut held);
+                small(
+                    RecordScope::Stripe(stripe),
+                    &|name| state::of_stripe(stripe, name),
+                    &mut held,
+                );
                 for (key, _) in store.every_file(stripe).unwrap() {
                     let file = store.open_file(key).unwrap();
                     assert_eq!(file.scrub(), Vec::<u64>::new(), "{key}");
@@ -175,7 +180,7 @@ impl Subject {
             }
         }
         for save in self.saves() {
-            if store.is_entombed(save).unwrap() {
+            if store.is_recorded_removed(save).unwrap() {
                 held.insert(state::grave(save), Vec::new());
             }
         }
@@ -190,7 +195,12 @@ impl Subject {
     pub fn holds_alike(&self, when: impl Fn() -> String) {
         assert_eq!(self.held(), self.model.held, "{}", when());
         let store = self.store();
-        assert_eq!((store.epoch(), store.map()), (self.model.epoch, self.model.map), "{}", when());
+        assert_eq!(
+            (store.epoch(), store.last_db_id()),
+            (self.model.epoch, self.model.map),
+            "{}",
+            when()
+        );
         self.model.assert_sound();
     }
 
@@ -208,25 +218,25 @@ impl Subject {
             let found = peer.ask(to, &GetRecord { shard, record }).await.unwrap();
             assert_eq!(found.as_ref(), held.get(&state::record(shard, record)), "{record:?}");
         }
-        let views = peer.ask(to, &Inspect { stripe }).await.unwrap();
+        let views = peer.ask(to, &ListFiles { stripe }).await.unwrap();
         let mut found: Vec<String> =
             views.iter().map(|view| state::file(stripe, view.file)).collect();
         found.sort();
         assert_eq!(found, self.model.files(stripe));
 
         let (saves, all) = (self.saves(), self.saves().into_iter().collect());
-        let buried = peer.ask(to, &Buried { saves: all }).await.unwrap();
+        let buried = peer.ask(to, &FindRemovedSaves { saves: all }).await.unwrap();
         let expected: Vec<SaveId> =
             saves.iter().copied().filter(|save| self.model.is_buried(*save)).collect();
         assert_eq!(buried, expected);
-        let marked = peer.ask(to, &Marked { after: None }).await.unwrap();
+        let marked = peer.ask(to, &ListMarkedSaves { after: None }).await.unwrap();
         let marked: BTreeSet<SaveId> = marked.saves.iter().map(|found| found.saved.save).collect();
         assert!(saves.iter().all(|save| marked.contains(save) == self.model.has_mark(*save)));
 
         let only = draw.below(2).eq(&0).then(|| draw.save());
         let (mut told, mut shards, mut after) = (BTreeSet::new(), Vec::new(), None);
         loop {
-            let page = peer.ask(to, &Inventory { after, only }).await.unwrap();
+            let page = peer.ask(to, &ListInventory { after, only }).await.unwrap();
             assert!(page.next.is_none_or(|next| after.is_none_or(|after| next > after)));
             shards.extend(page.shards);
             after = page.next;

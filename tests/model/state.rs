@@ -8,11 +8,11 @@ use rapidraid::format::records::{
     CommitMark, Fence, Leaves, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, StripeFixed,
     StripeRecord, Tombstone,
 };
-use rapidraid::id::{Attempt, Epoch, Generation, MapId, NodeId, SaveId, ShardId, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::id::{Attempt, DbId, Epoch, Generation, NodeId, SaveId, ShardId, StripeId};
+use rapidraid::kind::ErrorKind;
 use rapidraid::wire::calls::{
-    Claim, Drop, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
-    Sweep,
+    ClaimEpoch, DropReplicas, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord,
+    PutTombstone, RecordName,
 };
 
 use crate::world::CLUSTER;
@@ -29,15 +29,15 @@ pub enum Deed {
     Mark(PutMark),
     Receipt(PutReceipt),
     Tombstone(PutTombstone),
-    Sweep(Sweep),
-    Drop(Drop),
-    Claim(Claim),
+    Sweep(PurgeSave),
+    Drop(DropReplicas),
+    Claim(ClaimEpoch),
 }
 
 /// Done, or refused; of some refusals the kind does not follow from the rules.
-pub type Answer = Result<(), Option<Kind>>;
+pub type Answer = Result<(), Option<ErrorKind>>;
 
-fn refused(kind: Kind) -> Answer {
+fn refused(kind: ErrorKind) -> Answer {
     Err(Some(kind))
 }
 
@@ -50,7 +50,7 @@ pub struct State {
     pub me: NodeId,
     pub held: Held,
     pub epoch: Epoch,
-    pub map: Option<MapId>,
+    pub map: Option<DbId>,
     /// The catalogue of epoch 1: the stripes that it has as archived, and by what.
     pub archived: BTreeMap<StripeId, (Attempt, Generation)>,
 }
@@ -128,8 +128,8 @@ impl State {
     fn has_pieces(&self, receipt: &Receipt) -> Answer {
         for (path, piece) in self.ours(receipt) {
             match self.held.get(&path) {
-                None => return refused(Kind::NotFound),
-                Some(root) if *root != piece.root => return refused(Kind::Corrupt),
+                None => return refused(ErrorKind::NotFound),
+                Some(root) if *root != piece.root => return refused(ErrorKind::Corrupt),
                 Some(_) => {}
             }
         }
@@ -138,7 +138,7 @@ impl State {
 
     fn raise(&mut self, epoch: Epoch) -> Answer {
         if epoch < self.epoch {
-            return refused(Kind::Fenced);
+            return refused(ErrorKind::Fenced);
         }
         if epoch > self.epoch {
             (self.epoch, self.map) = (epoch, None);
@@ -148,7 +148,7 @@ impl State {
 
     fn admit(&mut self, save: SaveId, epoch: Epoch) -> Answer {
         if self.is_buried(save) {
-            return refused(Kind::Fenced);
+            return refused(ErrorKind::Fenced);
         }
         self.raise(epoch)
     }
@@ -160,7 +160,7 @@ impl State {
         }
         self.admit(shard.save(), generation.epoch)?;
         let is_settled = ["commit", "fence"].iter().any(|name| self.has(&of_shard(shard, name)));
-        if is_settled { refused(Kind::Denied) } else { Ok(()) }
+        if is_settled { refused(ErrorKind::Denied) } else { Ok(()) }
     }
 
     fn admit_order(&mut self, shard: ShardId, generation: Generation, holder: NodeId) -> Answer {
@@ -168,7 +168,7 @@ impl State {
         let path = of_shard(shard, "fence");
         let known = self.held.get(&path).map(|bytes| Fence::parse(bytes).unwrap().generation);
         if known.is_some_and(|known| known > generation) {
-            return refused(Kind::Fenced);
+            return refused(ErrorKind::Fenced);
         }
         if known != Some(generation) {
             self.held.insert(path, Fence { generation, holder }.to_bytes().unwrap());
@@ -184,8 +184,8 @@ impl State {
                 let path = file(call.stripe, FileName::Replica { block: call.block });
                 let root = trailer(bytes).root.to_vec();
                 match self.held.get(&path) {
-                    _ if *lies => refused(Kind::Corrupt),
-                    Some(there) if *there != root => refused(Kind::Exists),
+                    _ if *lies => refused(ErrorKind::Corrupt),
+                    Some(there) if *there != root => refused(ErrorKind::Exists),
                     _ => self.put(path, &root),
                 }
             }
@@ -206,12 +206,12 @@ impl State {
                     RecordName::Stripe { index } => {
                         stripe_of(&call.bytes) == StripeId { shard: call.shard, index }
                     }
-                    _ => return refused(Kind::Denied),
+                    _ => return refused(ErrorKind::Denied),
                 };
                 let path = record(call.shard, call.record);
                 match self.held.get(&path) {
-                    _ if !is_ours => refused(Kind::Invalid),
-                    Some(there) if fixed(there) != fixed(&call.bytes) => refused(Kind::Exists),
+                    _ if !is_ours => refused(ErrorKind::Invalid),
+                    Some(there) if fixed(there) != fixed(&call.bytes) => refused(ErrorKind::Exists),
                     _ => self.put(path, &call.bytes),
                 }
             }
@@ -219,13 +219,13 @@ impl State {
                 self.admit_order(call.stripe.shard, call.generation, call.coordinator)?;
                 match stripe_of(&call.bytes) == call.stripe {
                     true => self.put(of_stripe(call.stripe, "record"), &call.bytes),
-                    false => refused(Kind::Invalid),
+                    false => refused(ErrorKind::Invalid),
                 }
             }
             Deed::Mark(call) => {
                 let mark = CommitMark::parse(&call.bytes).unwrap();
                 if mark.cluster != CLUSTER {
-                    return refused(Kind::Denied);
+                    return refused(ErrorKind::Denied);
                 }
                 self.admit(mark.root.save, call.epoch)?;
                 self.put(of_shard(mark.root.shard, "commit"), &call.bytes)
@@ -233,7 +233,7 @@ impl State {
             Deed::Receipt(call) => {
                 let found = Receipt::parse(&call.bytes).unwrap();
                 if found.cluster != CLUSTER {
-                    return refused(Kind::Denied);
+                    return refused(ErrorKind::Denied);
                 }
                 self.admit_order(found.stripe.shard, call.owner, call.coordinator)?;
                 self.has_pieces(&found)?;
@@ -243,20 +243,20 @@ impl State {
                 let Tombstone { cluster, save, generation, reason } =
                     Tombstone::parse(&call.bytes).unwrap();
                 if cluster != CLUSTER {
-                    return refused(Kind::Denied);
+                    return refused(ErrorKind::Denied);
                 }
                 self.raise(generation.epoch)?;
                 if self.has(&grave(save)) {
                     return Ok(());
                 }
                 if reason == RemoveReason::Aborted && self.has_mark(save) {
-                    return refused(Kind::Denied);
+                    return refused(ErrorKind::Denied);
                 }
                 self.put(tombstone(save), &call.bytes)
             }
-            Deed::Sweep(Sweep { save }) => {
+            Deed::Sweep(PurgeSave { save }) => {
                 if !self.is_buried(*save) {
-                    return refused(Kind::Denied);
+                    return refused(ErrorKind::Denied);
                 }
                 let start = format!("shards/{save}");
                 self.held.retain(|path, _| !path.starts_with(&start));
@@ -267,7 +267,7 @@ impl State {
                 let is_other =
                     self.epoch == call.epoch && self.map.is_some_and(|map| map != call.map);
                 if call.epoch < self.epoch || is_other {
-                    return refused(Kind::Fenced);
+                    return refused(ErrorKind::Fenced);
                 }
                 (self.epoch, self.map) = (call.epoch, Some(call.map));
                 Ok(())
@@ -281,7 +281,7 @@ impl State {
     }
 
     /// By the catalogue's word, and beside the proven piece and its receipt.
-    fn drop_replicas(&mut self, call: &Drop) -> Answer {
+    fn drop_replicas(&mut self, call: &DropReplicas) -> Answer {
         let files = self.files(call.stripe);
         if files.is_empty() {
             return Ok(());
@@ -291,13 +291,13 @@ impl State {
             return Err(None);
         }
         if self.archived.get(&call.stripe) != Some(&(call.attempt, call.generation)) {
-            return refused(Kind::Fenced);
+            return refused(ErrorKind::Fenced);
         }
         let ours = receipt(call.stripe, call.attempt);
-        let Some(bytes) = self.held.get(&ours) else { return refused(Kind::NotFound) };
+        let Some(bytes) = self.held.get(&ours) else { return refused(ErrorKind::NotFound) };
         let found = Receipt::parse(bytes).unwrap();
         if found.generation != call.generation {
-            return refused(Kind::Corrupt);
+            return refused(ErrorKind::Corrupt);
         }
         self.has_pieces(&found)?;
         let kept: Vec<String> = self.ours(&found).into_iter().map(|(path, _)| path).collect();

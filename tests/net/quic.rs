@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rapidraid::clock::{Clock, SystemClock};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::identity::{Authority, IdentityError, IssuedPem};
 use rapidraid::net::quic::{ALPN, QuicTransport, TransportLimits};
 use rapidraid::net::{Address, NetError, Role, Transport};
@@ -141,7 +141,7 @@ async fn a_late_refusal_comes_with_the_first_use() {
         let node = node(&ours, "a").await;
         let error = refusal(&stranger(&ours, Some(&odd), ALPN), node.local_addr().unwrap()).await;
         let quinn::ConnectionError::ApplicationClosed(close) = error else { panic!("{error}") };
-        assert_eq!(close.error_code, Kind::Denied.wire_code().into());
+        assert_eq!(close.error_code, ErrorKind::Denied.wire_code().into());
         assert_serves(&node, &ours).await;
     })
     .await;
@@ -240,7 +240,7 @@ async fn clients_leave_room_for_nodes() {
             Ok(connection) => connection.accept_uni().await.err().unwrap(),
             Err(error) => error,
         };
-        assert_eq!(refused.kind(), Kind::Busy, "{refused}");
+        assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
         assert!(refused.to_string().contains("try again later"), "{refused}");
         let other = identity(&ours, Role::Node, "b");
         let any = "127.0.0.1:0".parse().unwrap();
@@ -305,10 +305,10 @@ async fn addresses_that_lead_nowhere_are_explained() {
     in_time(async {
         let client = client(&authority(1), "c").await;
         for (text, kind) in [
-            ("no port here", Kind::Unavailable),
-            ("127.0.0.1", Kind::Unavailable),
-            ("nobody.invalid:7440", Kind::Unavailable),
-            ("127.0.0.1:0", Kind::Unavailable),
+            ("no port here", ErrorKind::Unavailable),
+            ("127.0.0.1", ErrorKind::Unavailable),
+            ("nobody.invalid:7440", ErrorKind::Unavailable),
+            ("127.0.0.1:0", ErrorKind::Unavailable),
         ] {
             let address = Address { host_port: text.into(), node: None };
             let error = client.connect(&address).await.err().unwrap();
@@ -348,7 +348,7 @@ async fn a_silent_address_is_given_up() {
         let limits = TransportLimits::default();
         let client = QuicTransport::connect_only(&identity, &limits, clock).await.unwrap();
         let error = client.connect(&Address { host_port, node: None }).await.err().unwrap();
-        assert_eq!(error.kind(), Kind::Timeout, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     })
     .await;
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{LaunchId, Step};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::protocol::{Answer, Load, Place, Prepare, Request, Resumed};
 use rapidraid::trainer::session::{Segment, Session, Wait};
@@ -41,8 +41,8 @@ fn with_limit<T>(call: impl FnOnce(&mut Wait<'_>) -> T) -> T {
 /// Whether a failure may pass: the daemon is away, or has just been started.
 fn may_pass(error: &StagingError) -> bool {
     !matches!(error, StagingError::Failed(_))
-        && matches!(error.kind(), Kind::Unavailable | Kind::Timeout)
-        || error.kind() == Kind::Busy
+        && matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
+        || error.kind() == ErrorKind::Busy
 }
 
 /// Tries again what may pass.
@@ -159,7 +159,7 @@ impl Rank {
             Err(error) if may_pass(&error) => return Ok(()),
             Err(error) => {
                 say(&json!({ "dropped": about, "why": failure(&error) }));
-                return if error.kind() == Kind::Fenced { Err(error) } else { Ok(()) };
+                return if error.kind() == ErrorKind::Fenced { Err(error) } else { Ok(()) };
             }
         }
         self.pause();
@@ -179,7 +179,7 @@ impl Rank {
             Ok((other, _)) => panic!("{other:?}"),
             Err(error) if may_pass(&error) => {}
             // A daemon that was started since knows nothing of steps that are over.
-            Err(error) if error.kind() == Kind::NotFound => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => say(&json!({ "dropped": about, "why": failure(&error) })),
         }
     }

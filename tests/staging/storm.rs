@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rapidraid::entropy::{Entropy, SeededEntropy, SystemEntropy};
 use rapidraid::id::LaunchId;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::daemon::trace::TracePoint;
 use rapidraid::trainer::protocol::Load;
 use rapidraid::trainer::session::{Session, boot_time};
@@ -127,7 +127,7 @@ impl Reader {
                         ledger.lock().unwrap().read_beside(found.step, &fill, &gone);
                     }
                     Ok(None) => {}
-                    Err(error) if error.kind() == Kind::Corrupt => {
+                    Err(error) if error.kind() == ErrorKind::Corrupt => {
                         ledger.lock().unwrap().wrong.push(format!("a load says: {error}"));
                     }
                     // The daemon is away, or the step went away meanwhile.

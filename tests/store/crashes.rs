@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rapidraid::format::file::FileKey;
 use rapidraid::id::Epoch;
-use rapidraid::store::{Disk, MemoryDisk, MemoryKv, Scope, Store, StoreError};
+use rapidraid::store::{Disk, MemoryDisk, MemoryKv, RecordScope, Store, StoreError};
 
 use super::{
     G, LEN, REPLICA, STRIPE, assert_whole, content, is_absent, new_store, open, open_with,
@@ -29,7 +29,7 @@ fn done_file(store: &Store, key: FileKey) -> bool {
 }
 
 fn small(store: &Store) -> Option<Vec<u8>> {
-    store.get_small(Scope::Stripe(STRIPE), "record").unwrap()
+    store.get_record_file(RecordScope::Stripe(STRIPE), "record").unwrap()
 }
 
 const CALLS: [Call; 7] = [
@@ -48,7 +48,7 @@ const CALLS: [Call; 7] = [
     Call {
         what: "a first small record",
         before: |_| {},
-        run: |store| store.put_small(Scope::Stripe(STRIPE), "record", b"new"),
+        run: |store| store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"new"),
         done: |store| match small(store) {
             None => false,
             Some(bytes) => bytes == b"new" || panic!("half a record: {bytes:?}"),
@@ -56,8 +56,10 @@ const CALLS: [Call; 7] = [
     },
     Call {
         what: "a small record over another",
-        before: |store| store.put_small(Scope::Stripe(STRIPE), "record", b"old").unwrap(),
-        run: |store| store.put_small(Scope::Stripe(STRIPE), "record", b"new"),
+        before: |store| {
+            store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"old").unwrap()
+        },
+        run: |store| store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"new"),
         done: |store| match small(store).unwrap().as_slice() {
             b"old" => false,
             bytes => bytes == b"new" || panic!("half a record: {bytes:?}"),
@@ -71,9 +73,13 @@ const CALLS: [Call; 7] = [
     },
     Call {
         what: "the removal of a small record",
-        before: |store| store.put_small(Scope::Shard(STRIPE.shard), "record", b"x").unwrap(),
-        run: |store| store.remove_small(Scope::Shard(STRIPE.shard), "record").map(drop),
-        done: |store| store.get_small(Scope::Shard(STRIPE.shard), "record").unwrap().is_none(),
+        before: |store| {
+            store.put_record_file(RecordScope::Shard(STRIPE.shard), "record", b"x").unwrap()
+        },
+        run: |store| store.remove_record_file(RecordScope::Shard(STRIPE.shard), "record").map(drop),
+        done: |store| {
+            store.get_record_file(RecordScope::Shard(STRIPE.shard), "record").unwrap().is_none()
+        },
     },
     Call {
         what: "an epoch",

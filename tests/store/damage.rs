@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Attempt, ClusterId, StripeId};
-use rapidraid::kind::Kind;
-use rapidraid::store::{Disk, Extent, Look, MemoryKv, Reconciled, Scope, Store, StoreError};
+use rapidraid::kind::ErrorKind;
+use rapidraid::store::{
+    Disk, Extent, FileCheck, MemoryKv, Reconciled, RecordScope, Store, StoreError,
+};
 use rapidraid::units::GRAIN_BYTES;
 
 use super::{
@@ -24,7 +26,9 @@ fn flipped_bits_and_cut_files_are_found_and_not_used() {
     let mut buf = vec![0; data.len()];
     read_verified(&file, 0, &mut buf[..G]).unwrap();
     let error = read_verified(&file, 0, &mut buf).unwrap_err();
-    assert!(matches!(error, StoreError::Grain { grain: 1, .. }) && error.kind() == Kind::Corrupt);
+    assert!(
+        matches!(error, StoreError::Grain { grain: 1, .. }) && error.kind() == ErrorKind::Corrupt
+    );
     assert_eq!(file.scrub(), [1]);
     disk.flip_bit_on_medium(&path, 3 * G as u64 * 8).unwrap();
     assert_eq!(file.scrub(), [1, 3], "scrub asks the medium");
@@ -33,13 +37,21 @@ fn flipped_bits_and_cut_files_are_found_and_not_used() {
     let file_bytes = file.info().file_bytes;
     for byte in data.len() as u64..file_bytes {
         disk.flip_bit(&path, byte * 8).unwrap();
-        assert_eq!(store.open_file(REPLICA).err().unwrap().kind(), Kind::Corrupt, "byte {byte}");
+        assert_eq!(
+            store.open_file(REPLICA).err().unwrap().kind(),
+            ErrorKind::Corrupt,
+            "byte {byte}"
+        );
         disk.flip_bit(&path, byte * 8).unwrap();
     }
     assert!(store.open_file(REPLICA).is_ok());
     for len in [file_bytes - 1, file_bytes - 32, data.len() as u64, 31, 0] {
         disk.truncate(&path, len).unwrap();
-        assert_eq!(store.open_file(REPLICA).err().unwrap().kind(), Kind::Corrupt, "cut to {len}");
+        assert_eq!(
+            store.open_file(REPLICA).err().unwrap().kind(),
+            ErrorKind::Corrupt,
+            "cut to {len}"
+        );
     }
     drop(store);
     let (store, report) = open(&disk);
@@ -56,9 +68,11 @@ fn a_damaged_file_is_noted_stays_a_source_and_gives_way_to_a_good_one() {
     let (disk, store) = new_store();
     write_block(&store, &data).unwrap();
     let path = format!("shards/{REPLICA}");
-    assert_eq!(store.look_at(REPLICA).unwrap(), Look::Whole);
+    assert_eq!(store.check_file(REPLICA).unwrap(), FileCheck::Whole);
     disk.flip_bit(&path, (G as u64 + 5) * 8).unwrap();
-    let Look::Damaged(damage) = store.look_at(REPLICA).unwrap() else { panic!("not found") };
+    let FileCheck::Damaged(damage) = store.check_file(REPLICA).unwrap() else {
+        panic!("not found")
+    };
     assert_eq!((damage.grains.iter().collect::<Vec<_>>(), damage.has_tail), (vec![1], true));
     assert!(matches!(store.open_file(REPLICA), Err(StoreError::Damaged { .. })));
     assert_eq!(
@@ -95,7 +109,7 @@ fn a_note_about_another_file_says_nothing_until_somebody_has_looked() {
     write_block(&store, &data).unwrap();
     let path = format!("shards/{REPLICA}");
     disk.flip_bit(&path, 5).unwrap();
-    assert!(matches!(store.look_at(REPLICA).unwrap(), Look::Damaged(_)));
+    assert!(matches!(store.check_file(REPLICA).unwrap(), FileCheck::Damaged(_)));
     let (folder, _) = path.rsplit_once('/').unwrap();
     let notes = disk.list(folder).unwrap();
     let note = notes.into_iter().find(|entry| entry.name == "damage-block-02").unwrap();
@@ -111,7 +125,7 @@ fn a_note_about_another_file_says_nothing_until_somebody_has_looked() {
     let (store, _) = open(&disk);
     assert_eq!(store.unchecked_files(), [REPLICA]);
     assert!(store.find(STRIPE).unwrap().is_empty(), "until then it does not count");
-    assert_eq!(store.look_at(REPLICA).unwrap(), Look::Whole);
+    assert_eq!(store.check_file(REPLICA).unwrap(), FileCheck::Whole);
     assert_eq!(store.find(STRIPE).unwrap().len(), 1);
     assert!(store.remove(REPLICA).unwrap());
     // A note without a file goes at the start.
@@ -131,10 +145,12 @@ fn a_file_under_another_name_is_not_taken_for_it() {
     for key in [other_attempt, other_stripe, FileKey::piece(STRIPE, 8, ATTEMPT)] {
         let (disk, store) = new_store();
         write_piece(&store, &data).unwrap();
-        store.put_small(Scope::Stripe(key.stripe), "record", b"x").unwrap();
+        store.put_record_file(RecordScope::Stripe(key.stripe), "record", b"x").unwrap();
         disk.rename(&format!("shards/{}", piece_key()), &format!("shards/{key}")).unwrap();
         let error = store.open_file(key).err().unwrap();
-        assert!(matches!(error, StoreError::Misplaced { .. }) && error.kind() == Kind::Corrupt);
+        assert!(
+            matches!(error, StoreError::Misplaced { .. }) && error.kind() == ErrorKind::Corrupt
+        );
         drop(store);
         let (store, report) = open(&disk);
         assert_eq!(report, Reconciled { quarantined: 1, ..Default::default() });

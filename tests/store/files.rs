@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex};
 
 use rapidraid::format::file::{Content, FileKey};
 use rapidraid::id::{ShardId, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::sled_kv::Opened;
 use rapidraid::store::{
-    BlockSpec, Disk, Extent, MemoryDisk, MemoryKv, RealDisk, Reconciled, Scope, Store, StoreError,
+    BlockSpec, Disk, Extent, MemoryDisk, MemoryKv, RealDisk, Reconciled, RecordScope, Store,
+    StoreError,
 };
 use rapidraid::units::{GRAIN_BYTES, grains};
 
@@ -85,16 +86,16 @@ fn what_was_not_announced_is_refused_and_leaves_nothing() {
     let data = content(G + 9);
     let mut writer = store.write_block(block_spec(data.len()), None).unwrap();
     writer.write(&data[1..]).unwrap();
-    assert_eq!(writer.write(&data[..2]).unwrap_err().kind(), Kind::Invalid);
+    assert_eq!(writer.write(&data[..2]).unwrap_err().kind(), ErrorKind::Invalid);
     assert!(writer.finish(None).is_err(), "a byte is missing");
     let mut writer = store.write_block(block_spec(data.len()), None).unwrap();
     writer.write(&data).unwrap();
-    assert_eq!(writer.finish(Some([1; 32])).unwrap_err().kind(), Kind::Corrupt);
+    assert_eq!(writer.finish(Some([1; 32])).unwrap_err().kind(), ErrorKind::Corrupt);
 
     let mut writer = store.write_piece(piece_spec(data.len())).unwrap();
     writer.write_grain(1, &data[G..]).unwrap();
     for (index, bytes) in [(1, &data[G..]), (0, &data[..G - 1]), (2, &data[..1]), (u64::MAX, &[])] {
-        assert_eq!(writer.write_grain(index, bytes).unwrap_err().kind(), Kind::Invalid);
+        assert_eq!(writer.write_grain(index, bytes).unwrap_err().kind(), ErrorKind::Invalid);
     }
     assert!(writer.finish(&mut |_, _| {}).is_err(), "a grain is missing");
     drop(store.write_block(block_spec(5), None).unwrap());
@@ -113,7 +114,7 @@ fn the_same_again_is_fine_another_one_is_not_and_a_broken_one_makes_room() {
     assert_whole(&store, REPLICA, &data);
 
     let error = write_block(&store, &content(3 * G - 1)).unwrap_err();
-    assert!(matches!(error, StoreError::Conflict { .. }) && error.kind() == Kind::Exists);
+    assert!(matches!(error, StoreError::Conflict { .. }) && error.kind() == ErrorKind::Exists);
     assert_whole(&store, REPLICA, &data);
 
     disk.truncate(&path, 1000).unwrap();
@@ -163,7 +164,7 @@ fn a_full_disk_is_noticed_before_the_first_byte() {
     let (store, _) = open(&disk);
     write_block(&store, &content(6 * G)).unwrap();
     let error = store.write_piece(piece_spec(6 * G)).err().unwrap();
-    assert_eq!(error.kind(), Kind::Io);
+    assert_eq!(error.kind(), ErrorKind::Io);
     assert_eq!(disk.list("tmp").unwrap(), []);
     disk.set_capacity(20 * G as u64);
     write_piece(&store, &content(6 * G)).unwrap();
@@ -182,11 +183,11 @@ fn numbers_and_lists_follow_what_is_there() {
             writer.write(&content(100)).unwrap();
             writer.finish(None).unwrap();
         }
-        store.put_small(Scope::Shard(shard(byte)), "commit", b"12345").unwrap();
+        store.put_record_file(RecordScope::Shard(shard(byte)), "commit", b"12345").unwrap();
     }
     write_piece(&store, &content(LEN)).unwrap();
-    store.put_small(Scope::Stripe(STRIPE), "record", b"123").unwrap();
-    store.put_small(Scope::Stripe(STRIPE), "record", b"1").unwrap();
+    store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"123").unwrap();
+    store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"1").unwrap();
 
     assert_eq!(store.list_shards(None, 2).unwrap(), [shard(1), shard(2)]);
     assert_eq!(store.list_shards(Some(shard(2)), 9).unwrap(), [shard(3), STRIPE.shard]);
@@ -197,11 +198,17 @@ fn numbers_and_lists_follow_what_is_there() {
     };
     assert_eq!((indexes(None, 9), indexes(Some(0), 1)), (vec![0, 7, 255], vec![7]));
     assert_eq!(store.list_stripes(ShardId([9; 16]), None, 9).unwrap(), []);
-    assert_eq!(store.list_small(Scope::Stripe(STRIPE)).unwrap(), [("record".to_owned(), 1)]);
-    assert_eq!(store.list_small(Scope::Shard(shard(1))).unwrap(), [("commit".to_owned(), 5)]);
-    assert_eq!(store.get_small(Scope::Shard(shard(8)), "commit").unwrap(), None);
+    assert_eq!(
+        store.list_record_files(RecordScope::Stripe(STRIPE)).unwrap(),
+        [("record".to_owned(), 1)]
+    );
+    assert_eq!(
+        store.list_record_files(RecordScope::Shard(shard(1))).unwrap(),
+        [("commit".to_owned(), 5)]
+    );
+    assert_eq!(store.get_record_file(RecordScope::Shard(shard(8)), "commit").unwrap(), None);
     for bad in ["", "a.b", "../x", "A", "0000002a", &"x".repeat(81)] {
-        assert!(store.put_small(Scope::Shard(shard(1)), bad, b"").is_err(), "{bad:?}");
+        assert!(store.put_record_file(RecordScope::Shard(shard(1)), bad, b"").is_err(), "{bad:?}");
     }
 
     let totals = store.totals();
@@ -234,8 +241,8 @@ fn numbers_and_lists_follow_what_is_there() {
     let judged = store.open_file(piece_key()).unwrap();
     assert!(store.quarantine(piece_key(), Some(&judged), "a test").unwrap());
     store.remove(FileKey::replica(StripeId { shard: shard(1), index: 7 }, 2)).unwrap();
-    assert!(store.remove_small(Scope::Shard(shard(1)), "commit").unwrap());
-    assert!(!store.remove_small(Scope::Shard(shard(1)), "commit").unwrap());
+    assert!(store.remove_record_file(RecordScope::Shard(shard(1)), "commit").unwrap());
+    assert!(!store.remove_record_file(RecordScope::Shard(shard(1)), "commit").unwrap());
     let totals = store.totals();
     assert_eq!((totals.replica_files, totals.piece_files), (8, 0));
     assert_eq!((totals.small_bytes, totals.quarantined), (11, 1));
@@ -254,10 +261,10 @@ fn writers_and_removers_of_one_file_leave_index_and_disk_agreed() {
                 for _ in 0..60 {
                     if thread % 2 == 0 {
                         write_block(&store, data).unwrap();
-                        store.put_small(Scope::Stripe(STRIPE), "record", b"x").unwrap();
+                        store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"x").unwrap();
                     } else {
                         store.remove(REPLICA).unwrap();
-                        store.remove_small(Scope::Stripe(STRIPE), "record").unwrap();
+                        store.remove_record_file(RecordScope::Stripe(STRIPE), "record").unwrap();
                     }
                 }
             });

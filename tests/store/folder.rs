@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rapidraid::id::{ClusterId, Epoch};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::sled_kv::Opened;
 use rapidraid::store::{
-    Disk, MemoryDisk, MemoryKv, RealDisk, Reconciled, Scope, Store, StoreError,
+    Disk, MemoryDisk, MemoryKv, RealDisk, Reconciled, RecordScope, Store, StoreError,
 };
 
 use super::{
@@ -20,7 +20,7 @@ fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
     let (disk, store) = new_store();
     store.raise_epoch(Epoch(4)).unwrap();
     store.raise_epoch(Epoch(4)).unwrap();
-    assert_eq!(store.raise_epoch(Epoch(3)).unwrap_err().kind(), Kind::Fenced);
+    assert_eq!(store.raise_epoch(Epoch(3)).unwrap_err().kind(), ErrorKind::Fenced);
     drop(store);
     for (cluster, node) in [(ClusterId([2; 16]), "n1"), (CLUSTER, "n2")] {
         let lock = disk.lock("lock").unwrap();
@@ -28,7 +28,7 @@ fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
         let error =
             Store::open(Arc::new(disk.clone()), lock, kv, cluster, &name(node)).err().unwrap();
         assert!(
-            matches!(error, StoreError::Foreign { .. }) && error.kind() == Kind::Denied,
+            matches!(error, StoreError::Foreign { .. }) && error.kind() == ErrorKind::Denied,
             "{error}"
         );
     }
@@ -39,7 +39,7 @@ fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
     let kv = Arc::new(MemoryKv::new());
     let error =
         Store::open(Arc::new(crashed.clone()), lock, kv, CLUSTER, &name("n1")).err().unwrap();
-    assert_eq!(error.kind(), Kind::Corrupt, "an epoch is not guessed");
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "an epoch is not guessed");
 }
 
 #[test]
@@ -88,10 +88,10 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     let data = content(LEN);
     write_block(&store, &data).unwrap();
     write_piece(&store, &data).unwrap();
-    store.put_small(Scope::Stripe(STRIPE), "record", b"123").unwrap();
+    store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"123").unwrap();
     let (totals, found) = (store.totals(), store.find(STRIPE).unwrap());
     let second = open_folder(folder.path()).err().unwrap();
-    assert_eq!(second.kind(), Kind::Exists);
+    assert_eq!(second.kind(), ErrorKind::Exists);
     assert!(second.to_string().contains("locked by another process"), "{second}");
     drop(store);
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use rapidraid::client::{Client, RestoreRequest, SaveOptions};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::Step;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::MemoryDisk;
 
 use super::schedule::Deed;
@@ -65,7 +65,7 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
             let saving = client.save(&job, Step(step), named, replace, quiet());
             let Some(ended) = within(patience_ms, saving).await else { return };
             ledger.lock().unwrap().saved(step, version, replace.replace, &ended);
-            let is_open = ended.as_ref().is_err_and(|error| error.kind() == Kind::Exists);
+            let is_open = ended.as_ref().is_err_and(|error| error.kind() == ErrorKind::Exists);
             let free = free && !(before.echoes && is_open);
             assert!(ended.is_ok() || !free || !calm(), "a save of step {step}: {ended:?}");
         }
@@ -76,8 +76,8 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
             let there = !begun.before.contains(&None);
             // Somebody else saves or removes it at the same time.
             let is_raced = ended.as_ref().is_err_and(|error| {
-                let is_other = error.kind() == Kind::Fenced && begun.before.len() > 1;
-                is_other || error.kind() == Kind::NotFound
+                let is_other = error.kind() == ErrorKind::Fenced && begun.before.len() > 1;
+                is_other || error.kind() == ErrorKind::NotFound
             });
             let is_well = ended.is_ok() || is_raced || !there;
             assert!(is_well || !calm(), "a removal of step {step}: {ended:?}");
@@ -90,7 +90,7 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
             let Some(version) = version.filter(|_| ledger.certain(step) == version) else { return };
             match ended {
                 Ok(report) if report.undropped == 0 => ledger.archived(step, version),
-                Err(error) if error.kind() != Kind::Exists => {
+                Err(error) if error.kind() != ErrorKind::Exists => {
                     assert!(!calm(), "an archiving of step {step}: {error}");
                 }
                 // What it leaves is looked at when the storm is over.
@@ -131,11 +131,12 @@ async fn restore(client: &Client, step: u64, ledger: &Shared, weather: &Report) 
         }
         Err(error) => error,
     };
-    let told = !matches!(error.kind(), Kind::Internal | Kind::Denied | Kind::Invalid);
+    let told =
+        !matches!(error.kind(), ErrorKind::Internal | ErrorKind::Denied | ErrorKind::Invalid);
     assert!(told, "step {step}: {error}");
     let mut ledger = ledger.lock().unwrap();
     if let Some(version) = ledger.certain(step).filter(|_| before == after && versions == later) {
-        assert_ne!(error.kind(), Kind::NotFound, "step {step} is there: {error}");
+        assert_ne!(error.kind(), ErrorKind::NotFound, "step {step} is there: {error}");
         let survived = if ledger.is_archived(step, version) { N_MINUS_K } else { 1 };
         let fair =
             weather_before.is_fair(survived) && weather_before.changes == weather_after.changes;

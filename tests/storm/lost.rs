@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::Epoch;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Address;
 use rapidraid::store::MemoryKv;
 use tokio::task::JoinHandle;
@@ -118,9 +118,9 @@ impl Director {
     fn homes(&self) -> Vec<usize> {
         let mut serving = self.world.serving();
         serving.retain(|home| {
-            let map = self.world.nodes[home].store().map();
+            let map = self.world.nodes[home].store().last_db_id();
             let others = self.world.nodes.iter().filter(|(index, _)| *index != home);
-            map.is_some() && others.into_iter().any(|(_, node)| node.store().map() == map)
+            map.is_some() && others.into_iter().any(|(_, node)| node.store().last_db_id() == map)
         });
         serving
     }
@@ -217,7 +217,11 @@ async fn rebuild(client: &rapidraid::client::Client, on: usize, report: &Report)
         Err(error) => {
             let wrong = matches!(
                 error.kind(),
-                Kind::Lost | Kind::Corrupt | Kind::Internal | Kind::Invalid | Kind::Denied
+                ErrorKind::Lost
+                    | ErrorKind::Corrupt
+                    | ErrorKind::Internal
+                    | ErrorKind::Invalid
+                    | ErrorKind::Denied
             );
             assert!(!wrong, "a rebuild on node {on}: {error}");
         }

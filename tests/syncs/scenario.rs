@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rapidraid::client::{Client, ClientError, SaveOptions};
 use rapidraid::id::Step;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Address;
 use rapidraid::wire::calls::PlanChoice;
 
@@ -49,7 +49,7 @@ async fn patient<T>(what: &str, work: impl Future<Output = T>) -> T {
 
 /// Whatever goes wrong with machines is no defect, no loss and no fault of who asked; and no damage, where nothing is rotten.
 fn assert_told<T>(what: &str, ended: &Result<T, ClientError>, rotten: bool) {
-    use Kind::{Corrupt, Denied, Internal, Invalid, Lost};
+    use ErrorKind::{Corrupt, Denied, Internal, Invalid, Lost};
     if let Err(error) = ended {
         let untold = match error.kind() {
             Corrupt => !rotten,

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use rapidraid::client::ClientError;
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, MemoryDisk};
 
 use super::read_file;
@@ -157,7 +157,7 @@ impl Ledger {
         let entry = self.entry(step);
         match ended {
             Ok(_) => entry.settled = Possible::from([None]),
-            Err(error) if error.kind() == Kind::NotFound => {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
                 let is_alone = entry.removals == begun.removals;
                 assert!(
                     begun.before.contains(&None) || !is_alone,
@@ -165,7 +165,7 @@ impl Ledger {
                 );
                 entry.settled = Possible::from([None]);
             }
-            Err(error) if error.kind() == Kind::Fenced => {
+            Err(error) if error.kind() == ErrorKind::Fenced => {
                 let is_anew = entry.versions.len() > 1 || !entry.pending.is_empty();
                 assert!(is_anew, "step {step} was never saved anew: {error}");
                 if !begun.before.contains(&None) && entry.removals == begun.removals {

@@ -13,7 +13,7 @@ use rapidraid::format::records::{
     StripeState,
 };
 use rapidraid::id::{SaveId, Step, StripeId};
-use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryKv, Scope, Store};
+use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryKv, RecordScope, Store};
 
 use super::ledger::{Ledger, Shards};
 use super::{CLUSTER, Machine, World, job};
@@ -83,7 +83,7 @@ impl World {
 
     /// The daemons that serve a catalogue.
     pub fn serving(&self) -> Vec<usize> {
-        let serving = self.nodes.iter().filter(|(_, node)| node.serves());
+        let serving = self.nodes.iter().filter(|(_, node)| node.serves_catalogue());
         serving.map(|(index, _)| *index).collect()
     }
 
@@ -97,7 +97,8 @@ impl World {
 
     /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
     pub fn map(&self) -> Arc<MemoryKv> {
-        let serves = |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves());
+        let serves =
+            |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves_catalogue());
         let home = (0..self.machines.len()).find(serves).unwrap_or(0);
         self.machines[home].catalogue.get().unwrap()
     }
@@ -251,21 +252,21 @@ struct Found {
 
 fn record<T>(
     images: &[Store],
-    scope: Scope,
+    scope: RecordScope,
     name: &str,
     parse: impl Fn(&[u8]) -> Option<T>,
 ) -> Option<T> {
-    images.iter().find_map(|store| parse(&store.get_small(scope, name).ok()??))
+    images.iter().find_map(|store| parse(&store.get_record_file(scope, name).ok()??))
 }
 
 /// The record of a stripe, checked against the catalogue's root.
 pub fn fixed_part(images: &[Store], root: &ShardRoot, index: u32) -> StripeFixed {
     let stripe = StripeId { shard: root.shard, index };
-    let leaves = record(images, Scope::Shard(root.shard), "leaves", |bytes| {
+    let leaves = record(images, RecordScope::Shard(root.shard), "leaves", |bytes| {
         Leaves::parse(bytes).ok().filter(|leaves| root.admits(leaves))
     });
     let leaves = leaves.expect("no node has the leaves");
-    let fixed = record(images, Scope::Stripe(stripe), "record", |bytes| {
+    let fixed = record(images, RecordScope::Stripe(stripe), "record", |bytes| {
         StripeRecord::parse(bytes).ok()?.open(root, &leaves, index).ok()
     });
     fixed.expect("no node has the stripe's record")
@@ -298,7 +299,7 @@ fn look(images: &[Store], root: &ShardRoot, index: u32, states: [&ShardState; 2]
         };
         let code = table::by_id(code).unwrap();
         let receipt =
-            record(images, Scope::Stripe(stripe), &format!("receipt-{attempt}"), |bytes| {
+            record(images, RecordScope::Stripe(stripe), &format!("receipt-{attempt}"), |bytes| {
                 Receipt::parse(bytes).ok().filter(|receipt| receipt.stripe == stripe)
             });
         let was_archived = matches!(states[0].stripe(index), Some(StripeState::Archived { .. }));

@@ -402,7 +402,7 @@ impl World {
         };
         let entropy = SeededEntropy::new(seed);
         (
-            Client::over(
+            Client::with_transport(
                 transport,
                 Arc::new(time).clock(),
                 Arc::new(entropy),

@@ -17,7 +17,7 @@ use rapidraid::net::{Connection, NetError, Peer, Role};
 use rapidraid::placement::ring;
 use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::calls::{
-    Begin, BeginAnswer, BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer,
+    BeginSave, BeginSaveAnswer, BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer,
 };
 use rapidraid::wire::{Call, MAX_FRAME_BYTES, NodeAddress, message_to_bytes, parse_answer};
 
@@ -71,7 +71,7 @@ impl Voice {
         Ok(parse_answer::<()>(&answer).map_err(wire)??)
     }
 
-    pub async fn begin(&self, to: &NodeAddress, step: u64) -> Result<BeginAnswer, CallError> {
+    pub async fn begin(&self, to: &NodeAddress, step: u64) -> Result<BeginSaveAnswer, CallError> {
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
         let id = blake3::hash(format!("{} {number}", self.name).as_bytes());
         self.begin_as(to, step, SaveId(id.as_bytes()[..12].try_into().unwrap()), false).await
@@ -83,8 +83,8 @@ impl Voice {
         step: u64,
         save: SaveId,
         replace: bool,
-    ) -> Result<BeginAnswer, CallError> {
-        let begin = Begin { job: job(), step: Step(step), replace, save, avoid: Vec::new() };
+    ) -> Result<BeginSaveAnswer, CallError> {
+        let begin = BeginSave { job: job(), step: Step(step), replace, save, avoid: Vec::new() };
         self.ask(to, &begin).await
     }
 
@@ -149,7 +149,7 @@ pub fn trailer(bytes: &Bytes) -> BlockTrailer {
     BlockTrailer { root, fingerprints }
 }
 
-pub fn block_call(begun: &BeginAnswer, len_bytes: usize) -> PutBlock {
+pub fn block_call(begun: &BeginSaveAnswer, len_bytes: usize) -> PutBlock {
     PutBlock {
         stripe: StripeId { shard: ShardId::new(begun.save, 0), index: 0 },
         block: 0,
@@ -161,7 +161,7 @@ pub fn block_call(begun: &BeginAnswer, len_bytes: usize) -> PutBlock {
 }
 
 /// The root of an empty shard.
-pub fn empty_root(begun: &BeginAnswer, step: u64, name: &str) -> ShardRoot {
+pub fn empty_root(begun: &BeginSaveAnswer, step: u64, name: &str) -> ShardRoot {
     ShardRoot {
         job: job(),
         step: Step(step),

@@ -9,8 +9,8 @@ use rapidraid::format::records::{
     Checkpoint, PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState, Writing,
 };
 use rapidraid::id::{SaveId, Step, StripeId};
-use rapidraid::kind::Kind;
-use rapidraid::store::{Kv, Scope, Store};
+use rapidraid::kind::ErrorKind;
+use rapidraid::store::{Kv, RecordScope, Store};
 use rapidraid::wire::calls::PlanChoice;
 
 use super::ledger::Ledger;
@@ -88,7 +88,7 @@ impl World {
             for (index, attempt) in archived {
                 let stripe = StripeId { shard: root.shard, index };
                 let name = format!("receipt-{attempt}");
-                let receipt = store.get_small(Scope::Stripe(stripe), &name).unwrap();
+                let receipt = store.get_record_file(RecordScope::Stripe(stripe), &name).unwrap();
                 let pieces =
                     receipt.map_or(Vec::new(), |bytes| Receipt::parse(&bytes).unwrap().pieces);
                 let is_ours = |name: FileName| {
@@ -124,7 +124,9 @@ impl World {
         loop {
             let chain = options(PlanChoice::Chain);
             match client.archive(&job(), Some(step), chain, &mut |_| ()).await {
-                Err(error) if error.kind() == Kind::Exists && tokio::time::Instant::now() < end => {
+                Err(error)
+                    if error.kind() == ErrorKind::Exists && tokio::time::Instant::now() < end =>
+                {
                     tokio::time::sleep(self.lease / 4).await;
                 }
                 archived => return archived.unwrap(),

@@ -16,7 +16,7 @@ use crate::cli::init::NewCluster;
 use crate::cli::printer::Failure;
 use crate::clock::{Clock, SystemClock};
 use crate::id::PeerName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// How long all daemons together may take to be ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
@@ -50,16 +50,16 @@ pub fn free_ports(count: usize) -> Result<Vec<u16>, Failure> {
     // All are held until all are known, so that none comes twice.
     let sockets: io::Result<Vec<UdpSocket>> =
         (0..count).map(|_| UdpSocket::bind(("127.0.0.1", 0))).collect();
-    sockets
-        .and_then(|sockets| sockets.iter().map(port).collect())
-        .map_err(|error| Failure::new(Kind::Io, format!("cannot find free UDP ports: {error}")))
+    sockets.and_then(|sockets| sockets.iter().map(port).collect()).map_err(|error| {
+        Failure::new(ErrorKind::Io, format!("cannot find free UDP ports: {error}"))
+    })
 }
 
 impl Daemons {
     /// Starts a daemon for each node. With `stay` they do not end with this process.
     pub fn start(cluster: &NewCluster, stay: bool, variables: &[&String]) -> Result<Self, Failure> {
         let program = std::env::current_exe().map_err(|error| {
-            Failure::new(Kind::Io, format!("cannot find the program that is running: {error}"))
+            Failure::new(ErrorKind::Io, format!("cannot find the program that is running: {error}"))
         })?;
         let mut daemons = Self { nodes: Vec::new() };
         for node in &cluster.nodes {
@@ -77,7 +77,7 @@ impl Daemons {
             command.stdin(stdin).stdout(Stdio::null()).stderr(log);
             // A group of its own: Ctrl-C is for the demo, which then ends its nodes.
             let child = command.process_group(0).spawn().map_err(|error| {
-                Failure::new(Kind::Io, format!("cannot start {}: {error}", program.display()))
+                Failure::new(ErrorKind::Io, format!("cannot start {}: {error}", program.display()))
             })?;
             let node = NodeProcess { name: node.name.clone(), folder, child };
             let pid = format!("{}\n", node.child.id());
@@ -103,9 +103,8 @@ impl Daemons {
                         .map_or("is not ready after 30 s".to_owned(), |s| format!("ended ({s})"));
                     let last = files::last_lines(&node.log(), 5);
                     let message = format!("{} {how}; the end of its log:\n{last}", node.name);
-                    return Err(
-                        Failure::new(Kind::Unavailable, message).with_hint("run the demo again")
-                    );
+                    return Err(Failure::new(ErrorKind::Unavailable, message)
+                        .with_hint("run the demo again"));
                 }
                 clock.sleep(POLL).await;
             }

@@ -3,7 +3,7 @@
 use crate::cli::picture::{HopSpan, Stop};
 use crate::cli::printer::Failure;
 use crate::code::{Code, table};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 use crate::wire::calls::StripeReport;
 
@@ -26,7 +26,7 @@ pub fn check_model(reports: &[StripeReport], n: usize) -> Result<Vec<HopSum>, Fa
         let block = report.block_bytes;
         let wrong = |what: String| {
             let message = format!("stripe {} is not what the model says: {what}", report.stripe);
-            Failure::new(Kind::Internal, message)
+            Failure::new(ErrorKind::Internal, message)
         };
         if report.hops.len() != n {
             return Err(wrong(format!("{} hops instead of {n}", report.hops.len())));

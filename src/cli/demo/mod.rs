@@ -14,7 +14,7 @@ use super::args::Demo;
 use super::node::Signals;
 use super::printer::Failure;
 use super::{Front, Outcome};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The command.
 pub async fn run(front: &mut Front, options: Demo) -> Outcome {
@@ -24,7 +24,7 @@ pub async fn run(front: &mut Front, options: Demo) -> Outcome {
         outcome = story::tell(front, &options) => Ok(Box::new(outcome?)),
         which = signals.next() => {
             let message = format!("ended by {which}: all nodes are stopped and their folder is removed");
-            Err(Failure::new(Kind::Unavailable, message).with_hint("run the demo again when you like"))
+            Err(Failure::new(ErrorKind::Unavailable, message).with_hint("run the demo again when you like"))
         }
     }
 }

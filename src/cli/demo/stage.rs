@@ -15,7 +15,7 @@ use crate::cli::words::{NewNode, Setting, WordError};
 use crate::cli::{connect, files};
 use crate::client::Client;
 use crate::clock::{Clock, SystemClock};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
 /// The nodes: as many as the headline code (16,11) has pieces.
@@ -44,7 +44,7 @@ pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
     if needed > free {
         let (place, needed, free) = (parent.display(), ByteCount(needed), ByteCount(free));
         let message = format!("the demo needs {needed} in {place}, where {free} are free");
-        return Err(Failure::new(Kind::Busy, message)
+        return Err(Failure::new(ErrorKind::Busy, message)
             .with_hint("name another disk with --dir, or a smaller --size"));
     }
     Ok(folder)
@@ -56,7 +56,8 @@ fn given_bytes(path: &Path) -> Result<u64, Failure> {
         bytes if bytes > 0 && files::kind_of(path)?.is_file() => Ok(bytes),
         _ => {
             let message = format!("{} is not a file with something in it", path.display());
-            Err(Failure::new(Kind::Invalid, message).with_hint("name a file of some megabytes"))
+            Err(Failure::new(ErrorKind::Invalid, message)
+                .with_hint("name a file of some megabytes"))
         }
     }
 }
@@ -81,7 +82,7 @@ pub async fn input(options: &Demo, folder: &Path) -> Result<(PathBuf, String), F
 
 /// The files of a cluster on free ports.
 pub fn cluster(folder: &Path) -> Result<NewCluster, Failure> {
-    let wrong = |error: WordError| Failure::of(Kind::Internal, &error);
+    let wrong = |error: WordError| Failure::of(ErrorKind::Internal, &error);
     let node = |(at, port): (usize, &u16)| -> Result<NewNode, Failure> {
         format!("node-{:02}=127.0.0.1:{port}", at + 1).parse().map_err(wrong)
     };
@@ -110,7 +111,7 @@ pub async fn all_live(client: &Client) -> Result<(), Failure> {
         if clock.now() > LIVE_LIMIT {
             let limit = LIVE_LIMIT.as_secs();
             let message = format!("only {live} of {NODES} nodes are live after {limit} s");
-            return Err(Failure::new(Kind::Timeout, message).with_hint(BUSY));
+            return Err(Failure::new(ErrorKind::Timeout, message).with_hint(BUSY));
         }
         clock.sleep(POLL).await;
     }
@@ -127,7 +128,7 @@ pub async fn stored(client: &Client) -> Result<u64, Failure> {
             None => return Ok(stored_bytes(&status)),
             Some(node) if clock.now() > LIVE_LIMIT => {
                 let message = format!("{} does not say what it holds", node.view.node.name);
-                return Err(Failure::new(Kind::Timeout, message).with_hint(BUSY));
+                return Err(Failure::new(ErrorKind::Timeout, message).with_hint(BUSY));
             }
             Some(_) => clock.sleep(POLL).await,
         }
@@ -144,5 +145,7 @@ async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Failure> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| Failure::new(Kind::Internal, format!("a task of the demo died: {error}")))
+    done.map_err(|error| {
+        Failure::new(ErrorKind::Internal, format!("a task of the demo died: {error}"))
+    })
 }

@@ -22,7 +22,7 @@ use crate::client::{Client, NewShard, Progress, RestoreRequest, SaveOptions, Sho
 use crate::clock::{Clock, SystemClock};
 use crate::entropy::{Entropy, SeededEntropy};
 use crate::id::{Job, PeerName, ShardName, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::store::RealDisk;
 use crate::units::ByteCount;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, StripeReport};
@@ -176,7 +176,7 @@ impl Story<'_> {
                 archived.undropped,
                 archived.notes.join("; ")
             );
-            return Err(Failure::new(Kind::Unavailable, message));
+            return Err(Failure::new(ErrorKind::Unavailable, message));
         }
         let mut reports = archived.reports;
         reports.sort_by_key(|report| report.stripe);
@@ -261,7 +261,7 @@ impl Story<'_> {
             (stage::hash(path.to_owned()).await?, stage::hash(out.join(name.as_str())).await?);
         if before != after {
             let message = format!("the restored file has BLAKE3 {after}, the saved one {before}");
-            return Err(Failure::new(Kind::Internal, message));
+            return Err(Failure::new(ErrorKind::Internal, message));
         }
         let pace = transfer::pace(restored.len_bytes, took);
         self.line(&format!("{} in {pace}, decoded from {k} pieces", ByteCount(restored.len_bytes)));
@@ -294,7 +294,7 @@ fn victims(cluster: &NewCluster, seed: u64) -> Vec<PeerName> {
 
 fn shard_name(path: &Path) -> Result<ShardName, Failure> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    name.parse().map_err(|error: crate::id::IdError| Failure::of(Kind::Invalid, &error))
+    name.parse().map_err(|error: crate::id::IdError| Failure::of(ErrorKind::Invalid, &error))
 }
 
 fn leave(daemons: Daemons, folder: TempDir, cluster: &NewCluster) -> Left {
@@ -308,7 +308,7 @@ fn leave(daemons: Daemons, folder: TempDir, cluster: &NewCluster) -> Left {
 }
 
 fn defect(what: &str) -> Failure {
-    Failure::new(Kind::Internal, format!("{what} is missing"))
+    Failure::new(ErrorKind::Internal, format!("{what} is missing"))
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use crate::cli::printer::Failure;
 use crate::cli::{Outcome, files};
 use crate::clock::{Clock, SystemClock};
 use crate::config::ClientConfig;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::StagingError;
 use crate::trainer::session::{Session, Wait};
 
@@ -50,7 +50,7 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
         {
             let message =
                 format!("the staging daemon ended ({status}); the end of its log:\n{}", last());
-            return Err(Failure::new(Kind::Unavailable, message)
+            return Err(Failure::new(ErrorKind::Unavailable, message)
                 .with_hint("`rapidraid stage` in a terminal shows why"));
         }
         if clock.now() > READY_LIMIT {
@@ -59,7 +59,7 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
                 READY_LIMIT.as_secs(),
                 last()
             );
-            return Err(Failure::new(Kind::Timeout, message)
+            return Err(Failure::new(ErrorKind::Timeout, message)
                 .with_hint("`rapidraid stage` in a terminal shows why"));
         }
         clock.sleep(POLL).await;
@@ -77,7 +77,7 @@ async fn answers(dir: &Path, config: &ClientConfig) -> Result<(), StagingError> 
 
 fn start(log: &Path, from: &Connect) -> Result<std::process::Child, Failure> {
     let failed =
-        |what: &str, error: std::io::Error| Failure::new(Kind::Io, format!("{what}: {error}"));
+        |what: &str, error: std::io::Error| Failure::new(ErrorKind::Io, format!("{what}: {error}"));
     let program = std::env::current_exe()
         .map_err(|e| failed("cannot find the program that is running", e))?;
     let mut options = OpenOptions::new();
@@ -101,8 +101,9 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, Failure> {
 /// Lets go of what the daemon has from the trainer that it was started by: session, terminal, working folder, processors, limits and mask.
 /// Descriptors are not inherited, because whoever starts it closes them.
 pub fn leave_the_starter() -> Result<(), Failure> {
-    let failed =
-        |what: &str, error: rustix::io::Errno| Failure::new(Kind::Io, format!("{what}: {error}"));
+    let failed = |what: &str, error: rustix::io::Errno| {
+        Failure::new(ErrorKind::Io, format!("{what}: {error}"))
+    };
     // A process that leads a group already cannot begin a session; then nobody else is in it either.
     let _ = rustix::process::setsid();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));

@@ -14,14 +14,14 @@ use crate::id::{ClusterId, SaveId};
 use crate::net::call::address;
 use crate::topology::Directory;
 use crate::wire::NodeAddress;
-use crate::wire::calls::{Buried, Hello, Members, NodeView};
+use crate::wire::calls::{FindRemovedSaves, Hello, ListMembers, NodeView};
 
 /// A node that does not say within this who it is counts as away.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
 /// Whoever answers says within this where the others are now.
 const NEWS_LIMIT: Duration = Duration::from_secs(3);
 /// Addresses that are tried for nodes that are not where they were.
-const MAX_MOVED: usize = 1024;
+const MAX_RELOCATED: usize = 1024;
 /// Nodes asked at once.
 const AT_ONCE: usize = 32;
 
@@ -39,20 +39,20 @@ impl Client {
     ) -> Result<RestoreReport, ClientError> {
         let (job, step) = (record.job(), record.step());
         let shards = record.roots().iter().map(|root| (root.clone(), None)).collect();
-        let parts = self.parts(job, step, shards, Some(&request))?;
-        let directory = self.directory_of(record);
+        let parts = self.select_all(job, step, shards, Some(&request))?;
+        let directory = self.build_directory(record);
         let incident = Some(BY_RECORD);
         self.read_parts((job, step), parts, directory, incident, &Output::Files(&request), progress)
             .await
     }
 
     /// The record's nodes, where they are now, and which of them answer.
-    async fn directory_of(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
+    async fn build_directory(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
         let mut views = self.hello_all(record.cluster(), record.nodes().to_vec()).await?;
         if let Some(view) = views.iter().find(|view| view.live) {
             self.set_gateway(Some(node_address(&view.node)));
         }
-        for found in self.hello_all(record.cluster(), self.moved(&views).await).await? {
+        for found in self.hello_all(record.cluster(), self.relocated_nodes(&views).await).await? {
             // Where it is said to be now it is looked for again, when it is needed.
             let is_found = |view: &NodeView| view.live && view.node.name == found.node.name;
             if found.live || !views.iter().any(is_found) {
@@ -66,7 +66,7 @@ impl Client {
             return Err(ClientError::Unreachable { seeds: asked.join(", "), reason });
         }
         let directory = Directory::new(views);
-        if self.is_buried(&directory, record.saved().save).await {
+        if self.is_removed_anywhere(&directory, record.saved().save).await {
             return Err(ClientError::Removed { job: record.job().clone(), step: record.step() });
         }
         Ok(directory)
@@ -74,17 +74,20 @@ impl Client {
 
     /// Nodes that do not answer, at other addresses that those that do, or a gateway, have heard of. No catalogue is asked: there may be
     /// none, and that takes long to find out.
-    async fn moved(&self, views: &[NodeView]) -> Vec<Node> {
+    async fn relocated_nodes(&self, views: &[NodeView]) -> Vec<Node> {
         let (live, away): (Vec<_>, Vec<_>) = views.iter().partition(|view| view.live);
         if away.is_empty() {
             return Vec::new();
         }
         let known: Vec<Vec<Node>> = if live.is_empty() {
-            vec![self.ask_within(&Members {}, NEWS_LIMIT).await.unwrap_or_default()]
+            vec![self.ask_within(&ListMembers {}, NEWS_LIMIT).await.unwrap_or_default()]
         } else {
             let asks = live.iter().map(|view| async move {
                 let to = address(&node_address(&view.node));
-                self.caller().call_within(&to, &Members {}, NEWS_LIMIT).await.unwrap_or_default()
+                self.caller()
+                    .call_within(&to, &ListMembers {}, NEWS_LIMIT)
+                    .await
+                    .unwrap_or_default()
             });
             let asks: Vec<_> = asks.collect();
             stream::iter(asks).buffered(AT_ONCE).collect().await
@@ -96,7 +99,7 @@ impl Client {
                 .any(|view| view.node.name == node.name && view.node.address != node.address);
             let is_known =
                 moved.iter().any(|other| other.name == node.name && other.address == node.address);
-            if is_news && !is_known && moved.len() < MAX_MOVED {
+            if is_news && !is_known && moved.len() < MAX_RELOCATED {
                 moved.push(node);
             }
         }
@@ -125,10 +128,15 @@ impl Client {
     }
 
     /// Whether a node that answers has removed the save, or is to.
-    pub(in crate::client) async fn is_buried(&self, directory: &Directory, save: SaveId) -> bool {
+    pub(in crate::client) async fn is_removed_anywhere(
+        &self,
+        directory: &Directory,
+        save: SaveId,
+    ) -> bool {
         let live = directory.views().filter(|view| view.live);
         let asks = live.map(|view| async move {
-            let (to, call) = (address(&node_address(&view.node)), Buried { saves: vec![save] });
+            let (to, call) =
+                (address(&node_address(&view.node)), FindRemovedSaves { saves: vec![save] });
             let gone = self.caller().call_within(&to, &call, HELLO_LIMIT).await;
             gone.is_ok_and(|gone| gone.contains(&save))
         });

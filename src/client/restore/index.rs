@@ -28,7 +28,7 @@ impl Client {
         step: Option<Step>,
         progress: ProgressFn,
     ) -> Result<Index, ClientError> {
-        let found = self.find(job, step).await?;
+        let found = self.fetch_step(job, step).await?;
         let (job, step) = (found.step.job.clone(), found.step.step);
         let roots = found.shards.iter().map(|(root, _)| root);
         let index = roots.into_iter().find(|root| root.name.as_str().starts_with(INDEX_SHARD));

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::selection::Part;
+use super::selection::ShardSelection;
 use crate::client::ClientError;
 use crate::id::ShardName;
 use crate::pipeline::read::Sink;
@@ -87,7 +87,7 @@ impl Sink for NoSink {
 /// Before anything is written: no file is in the way, and no shard's file is another's folder.
 pub(in crate::client) fn check_output(
     output: &RestoreRequest,
-    parts: &[Part],
+    parts: &[ShardSelection],
 ) -> Result<(), ClientError> {
     let files: HashSet<&str> = parts.iter().map(|part| part.path.as_str()).collect();
     // What cannot be opened may be somebody's all the same.
@@ -118,11 +118,11 @@ pub(in crate::client) fn check_output(
 /// Syncs and renames what is whole, all or as much as the file system lets; no temporary file stays.
 pub(in crate::client) fn finish_output(
     output: &RestoreRequest,
-    parts: &[Part],
+    parts: &[ShardSelection],
     opened: &[usize],
     whole: bool,
 ) -> Result<(), ClientError> {
-    let parts: Vec<&Part> = opened.iter().filter_map(|&at| parts.get(at)).collect();
+    let parts: Vec<&ShardSelection> = opened.iter().filter_map(|&at| parts.get(at)).collect();
     let finished = if whole { publish(&*output.out, &parts) } else { Ok(()) };
     if !whole || finished.is_err() {
         for part in parts {
@@ -133,9 +133,10 @@ pub(in crate::client) fn finish_output(
     finished
 }
 
-fn publish(out: &dyn Disk, parts: &[&Part]) -> Result<(), ClientError> {
+fn publish(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), ClientError> {
     let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
-    let failed = |part: &Part, source| ClientError::Output { path: part.path.clone(), source };
+    let failed =
+        |part: &ShardSelection, source| ClientError::Output { path: part.path.clone(), source };
     // What can fail for want of space, before the first file takes the place of an older one.
     for part in parts {
         let mut above = String::new();

@@ -10,16 +10,16 @@ use futures_util::stream::{self, TryStreamExt};
 use super::output::{
     CountedSink, FileSink, NoSink, Output, RestoreRequest, check_output, finish_output,
 };
-use super::selection::{Part, ReadRange, Slice, slice};
+use super::selection::{ReadRange, ShardSelection, StripeSlice, cut_slice};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::records::{Leaves, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
-use crate::kind::Kind;
-use crate::pipeline::read::{Lost, ReadError, Reading, Sink, StripeReader, state_on_nodes};
+use crate::kind::ErrorKind;
+use crate::pipeline::read::{Lost, ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
 use crate::pipeline::shard_records::{self, RecordsError};
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
-use crate::wire::calls::GetState;
+use crate::wire::calls::GetShardState;
 
 /// Stripes planned at once.
 const PLANS_AT_ONCE: usize = 8;
@@ -57,7 +57,7 @@ pub struct RestoreReport {
 }
 
 /// What a read is after.
-enum Wanted<'a> {
+enum ReadScope<'a> {
     /// All of the step, or what the request for files says.
     All(Output<'a>),
     /// These ranges.
@@ -65,8 +65,8 @@ enum Wanted<'a> {
 }
 
 /// A slice, the state of its stripe that its reader was planned for, and the reader.
-struct Planned {
-    slice: Slice,
+struct PlannedStripe {
+    slice: StripeSlice,
     state: StripeState,
     reader: StripeReader,
 }
@@ -80,7 +80,7 @@ impl Client {
         request: RestoreRequest,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, Wanted::All(Output::Files(&request)), progress).await
+        self.read(job, step, ReadScope::All(Output::Files(&request)), progress).await
     }
 
     /// Reads one copy of all of a committed step (`None`: the latest) and proves every byte, as a restore does, without writing anything.
@@ -91,7 +91,7 @@ impl Client {
         step: Option<Step>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, Wanted::All(Output::Nowhere), progress).await
+        self.read(job, step, ReadScope::All(Output::Nowhere), progress).await
     }
 
     /// Reads ranges of the shards of a committed step (`None`: the latest) to where each says, verified like a restore. Nothing is
@@ -104,7 +104,7 @@ impl Client {
         ranges: &[ReadRange],
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.read(job, step, Wanted::Ranges(ranges), progress).await
+        self.read(job, step, ReadScope::Ranges(ranges), progress).await
     }
 
     /// Reads what is wanted. A step that is replaced meanwhile is read as it is then.
@@ -112,14 +112,14 @@ impl Client {
         &self,
         job: &Job,
         step: Option<Step>,
-        wanted: Wanted<'_>,
+        wanted: ReadScope<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        self.following(|| self.read_found(job, step, &wanted, progress.clone())).await
+        self.retry_on_replaced(|| self.read_found(job, step, &wanted, progress.clone())).await
     }
 
     /// Does `work` on a step again when the step was replaced meanwhile.
-    pub(in crate::client) async fn following<T, F>(
+    pub(in crate::client) async fn retry_on_replaced<T, F>(
         &self,
         work: impl Fn() -> F,
     ) -> Result<T, ClientError>
@@ -133,7 +133,7 @@ impl Client {
                     removed = Some(error);
                 }
                 // What was there when it was begun was removed since.
-                Err(error) if error.kind() == Kind::NotFound => {
+                Err(error) if error.kind() == ErrorKind::NotFound => {
                     return Err(removed.unwrap_or(error));
                 }
                 result => return result,
@@ -147,27 +147,41 @@ impl Client {
         &self,
         job: &Job,
         step: Option<Step>,
-        wanted: &Wanted<'_>,
+        wanted: &ReadScope<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
-        let found = self.find(job, step).await?;
+        let found = self.fetch_step(job, step).await?;
         let step = found.step.step;
         if found.shards.iter().any(|(_, state)| state.is_none()) {
             return Err(ClientError::Removed { job: job.clone(), step });
         }
         let incident = found.step.by_marks.then_some(BY_MARKS);
         match wanted {
-            Wanted::All(output) => {
-                let parts = self.parts(job, step, found.shards, output.files())?;
-                self.read_parts((job, step), parts, self.directory(), incident, output, progress)
-                    .await
+            ReadScope::All(output) => {
+                let parts = self.select_all(job, step, found.shards, output.files())?;
+                self.read_parts(
+                    (job, step),
+                    parts,
+                    self.fetch_directory(),
+                    incident,
+                    output,
+                    progress,
+                )
+                .await
             }
-            Wanted::Ranges(ranges) => {
-                let parts = self.parts_of_ranges(job, step, found.shards, ranges)?;
+            ReadScope::Ranges(ranges) => {
+                let parts = self.select_ranges(job, step, found.shards, ranges)?;
                 let sinks: Vec<_> = ranges.iter().map(|range| range.to.clone()).collect();
                 let output = Output::Sinks(&sinks);
-                self.read_parts((job, step), parts, self.directory(), incident, &output, progress)
-                    .await
+                self.read_parts(
+                    (job, step),
+                    parts,
+                    self.fetch_directory(),
+                    incident,
+                    &output,
+                    progress,
+                )
+                .await
             }
         }
     }
@@ -176,7 +190,7 @@ impl Client {
     pub(in crate::client) async fn read_parts(
         &self,
         (job, step): (&Job, Step),
-        parts: Vec<Part>,
+        parts: Vec<ShardSelection>,
         directory: impl Future<Output = Result<Directory, ClientError>>,
         incident: Option<&str>,
         output: &Output<'_>,
@@ -185,7 +199,7 @@ impl Client {
         if let Some(output) = output.files() {
             check_output(output, &parts)?;
         }
-        let reading = Reading::new(
+        let reading = ReadSession::new(
             self.caller().clone(),
             self.workers().clone(),
             self.entropy().clone(),
@@ -199,19 +213,20 @@ impl Client {
             let done_bytes = (done.fetch_add(bytes, Ordering::Relaxed) + bytes).min(total_bytes);
             progress(Progress { done_bytes, total_bytes });
         });
-        about_to(Stage::Plan, format_args!("{job}/{step}"));
+        trace_point(TracePoint::Plan, format_args!("{job}/{step}"));
         let planned = self.plan(&reading, &parts).await?;
         let (mut replica_stripes, mut decoded_stripes) = (0, 0);
-        for Planned { reader, .. } in planned.iter().flatten() {
+        for PlannedStripe { reader, .. } in planned.iter().flatten() {
             let slot = if reader.decodes() { &mut decoded_stripes } else { &mut replica_stripes };
             *slot += 1;
         }
         let mut opened = Vec::new();
-        about_to(Stage::Deliver, format_args!("{job}/{step}"));
-        let result = self.deliver(&reading, &parts, planned, output, &count, &mut opened).await;
+        trace_point(TracePoint::Deliver, format_args!("{job}/{step}"));
+        let result =
+            self.write_stripes(&reading, &parts, planned, output, &count, &mut opened).await;
         if let Some(output) = output.files() {
             if result.is_ok() {
-                about_to(Stage::Finish, format_args!("{job}/{step}"));
+                trace_point(TracePoint::Finish, format_args!("{job}/{step}"));
             }
             finish_output(output, &parts, &opened, result.is_ok())?;
         }
@@ -233,27 +248,27 @@ impl Client {
     /// A reader for each slice of each part; all stripes that cannot be read are reported together.
     async fn plan(
         &self,
-        reading: &Arc<Reading>,
-        parts: &[Part],
-    ) -> Result<Vec<Vec<Planned>>, ClientError> {
+        reading: &Arc<ReadSession>,
+        parts: &[ShardSelection],
+    ) -> Result<Vec<Vec<PlannedStripe>>, ClientError> {
         let (mut lost, mut total) = (Vec::new(), 0);
         let mut planned = Vec::with_capacity(parts.len());
         for part in parts {
             let mut readers = Vec::new();
             let geometry = part.root.geometry()?;
-            let slices: Vec<Slice> = (0..geometry.stripes())
-                .filter_map(|index| slice(index, &geometry.stripe(index)?, &part.range))
+            let slices: Vec<StripeSlice> = (0..geometry.stripes())
+                .filter_map(|index| cut_slice(index, &geometry.stripe(index)?, &part.range))
                 .collect();
             total += slices.len();
             if !slices.is_empty() {
-                let leaves = &self.leaves(reading, part).await?;
+                let leaves = &self.fetch_leaves(reading, part).await?;
                 let mut plans = stream::iter(slices)
                     .map(|slice| async move {
                         let state = match &part.state {
                             Some(known) => known.stripe(slice.stripe),
                             None => {
                                 let of = (&part.root, slice.stripe);
-                                Some(state_on_nodes(reading, of.0, of.1, false).await)
+                                Some(find_stripe_state(reading, of.0, of.1, false).await)
                             }
                         };
                         let state = state.unwrap_or(StripeState::Replicated);
@@ -276,17 +291,17 @@ impl Client {
     /// A reader for a stripe in `state`, or in the state that it has come to meanwhile.
     async fn plan_slice(
         &self,
-        reading: &Arc<Reading>,
-        part: &Part,
+        reading: &Arc<ReadSession>,
+        part: &ShardSelection,
         leaves: &Leaves,
-        slice: &Slice,
+        slice: &StripeSlice,
         mut state: StripeState,
-    ) -> Result<Planned, ClientError> {
-        let (mut moves, mut patience) = (0, reading.patience());
+    ) -> Result<PlannedStripe, ClientError> {
+        let (mut moves, mut patience) = (0, reading.busy_retry());
         let (mut has_asked_nodes, mut is_by_nodes) = (part.state.is_none(), false);
         loop {
             let error = match self.plan_in_state(reading, part, leaves, slice, state).await {
-                Ok(reader) => return Ok(Planned { slice: slice.clone(), state, reader }),
+                Ok(reader) => return Ok(PlannedStripe { slice: slice.clone(), state, reader }),
                 Err(ClientError::Read(error)) => error,
                 Err(error) => return Err(error),
             };
@@ -302,7 +317,7 @@ impl Client {
                 continue;
             }
             is_by_nodes = false;
-            match self.next_state(reading, part, slice.stripe, state).await? {
+            match self.await_next_state(reading, part, slice.stripe, state).await? {
                 Some(next) => {
                     moves += 1;
                     state = next;
@@ -311,7 +326,7 @@ impl Client {
                 // Pieces that were proven before the commit point are as good.
                 None if !is_busy && !has_asked_nodes => {
                     has_asked_nodes = true;
-                    let found = state_on_nodes(reading, &part.root, slice.stripe, true).await;
+                    let found = find_stripe_state(reading, &part.root, slice.stripe, true).await;
                     if found == state || found == StripeState::Replicated {
                         return Err(error.into());
                     }
@@ -323,33 +338,34 @@ impl Client {
     }
 
     /// The state that a stripe has come to since it was `known`; `None` when it is the same.
-    pub(in crate::client) async fn next_state(
+    pub(in crate::client) async fn await_next_state(
         &self,
-        reading: &Arc<Reading>,
-        part: &Part,
+        reading: &Arc<ReadSession>,
+        part: &ShardSelection,
         stripe: u32,
         known: StripeState,
     ) -> Result<Option<StripeState>, ClientError> {
-        let shard = self.state(reading, part).await?;
+        let shard = self.fetch_state(reading, part).await?;
         let state = match part.state {
             Some(_) => shard.and_then(|shard| shard.stripe(stripe)),
-            None => Some(state_on_nodes(reading, &part.root, stripe, true).await),
+            None => Some(find_stripe_state(reading, &part.root, stripe, true).await),
         };
         Ok(state.filter(|state| *state != known))
     }
 
     /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
-    pub(in crate::client) async fn leaves(
+    pub(in crate::client) async fn fetch_leaves(
         &self,
-        reading: &Reading,
-        part: &Part,
+        reading: &ReadSession,
+        part: &ShardSelection,
     ) -> Result<Leaves, ClientError> {
-        let mut patience = reading.patience();
+        let mut patience = reading.busy_retry();
         loop {
-            match shard_records::leaves(&reading.caller, &reading.directory, &part.root).await {
+            match shard_records::fetch_leaves(&reading.caller, &reading.directory, &part.root).await
+            {
                 Err(error @ RecordsError::Lost { .. }) => {
-                    self.state(reading, part).await?;
-                    if error.kind() != Kind::Busy || !patience.wait().await {
+                    self.fetch_state(reading, part).await?;
+                    if error.kind() != ErrorKind::Busy || !patience.wait().await {
                         return Err(error.into());
                     }
                 }
@@ -359,18 +375,18 @@ impl Client {
     }
 
     /// The state of a shard, `None` when nobody says; it is an error that the shard is gone.
-    async fn state(
+    async fn fetch_state(
         &self,
-        reading: &Reading,
-        part: &Part,
+        reading: &ReadSession,
+        part: &ShardSelection,
     ) -> Result<Option<ShardState>, ClientError> {
         let (job, step) = (&part.root.job, part.root.step);
         let gone = || ClientError::Removed { job: job.clone(), step };
         if part.state.is_none() {
-            let is_gone = self.is_buried(&reading.directory, part.root.save).await;
+            let is_gone = self.is_removed_anywhere(&reading.directory, part.root.save).await;
             return if is_gone { Err(gone()) } else { Ok(None) };
         }
-        let Ok(shard) = self.ask(&GetState { shard: part.root.shard }).await else {
+        let Ok(shard) = self.ask(&GetShardState { shard: part.root.shard }).await else {
             return Ok(None);
         };
         shard.filter(|shard| !shard.deleting).map(Some).ok_or_else(gone)
@@ -378,17 +394,23 @@ impl Client {
 
     async fn plan_in_state(
         &self,
-        reading: &Arc<Reading>,
-        part: &Part,
+        reading: &Arc<ReadSession>,
+        part: &ShardSelection,
         leaves: &Leaves,
-        slice: &Slice,
+        slice: &StripeSlice,
         state: StripeState,
     ) -> Result<StripeReader, ClientError> {
         let (caller, directory) = (&reading.caller, &reading.directory);
-        let info = match shard_records::stripe(caller, directory, &part.root, leaves, slice.stripe)
-            .await
+        let info = match shard_records::fetch_stripe_record(
+            caller,
+            directory,
+            &part.root,
+            leaves,
+            slice.stripe,
+        )
+        .await
         {
-            Err(error @ RecordsError::Lost { .. }) if error.kind() == Kind::Busy => {
+            Err(error @ RecordsError::Lost { .. }) if error.kind() == ErrorKind::Busy => {
                 let stripe = StripeId { shard: part.root.shard, index: slice.stripe };
                 let (node, reason) = ("with its record".into(), error.to_string());
                 return Err(ReadError::Busy { stripe, node, reason }.into());
@@ -408,7 +430,7 @@ impl Client {
             StripeState::Archived { attempt, .. } => {
                 // Without a receipt the pieces are still there; the decoded bytes are checked all the same.
                 let at = (slice.stripe, info.places.as_slice());
-                shard_records::receipt(caller, directory, &part.root, at, attempt).await.ok()
+                shard_records::fetch_receipt(caller, directory, &part.root, at, attempt).await.ok()
             }
             _ => None,
         };
@@ -423,35 +445,35 @@ impl Client {
     /// first way may not have needed all that there is.
     async fn read_slice(
         &self,
-        reading: &Arc<Reading>,
-        part: &Part,
-        mut planned: Planned,
+        reading: &Arc<ReadSession>,
+        part: &ShardSelection,
+        mut planned: PlannedStripe,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ClientError> {
         let mut looks = 0;
         loop {
-            let Planned { slice, state, reader } = planned;
+            let PlannedStripe { slice, state, reader } = planned;
             let (grains, range) = (slice.grains.clone(), part.range.clone());
             let lost = match reader.read(&slice.blocks, grains, range, sink.clone()).await {
                 Err(error @ ReadError::Lost(_)) => error,
                 result => return Ok(result?),
             };
-            let state = match self.next_state(reading, part, slice.stripe, state).await? {
+            let state = match self.await_next_state(reading, part, slice.stripe, state).await? {
                 Some(next) if looks < MAX_MOVES => next,
                 None if looks < MAX_LOOKS => state,
                 _ => return Err(lost.into()),
             };
             looks += 1;
-            let leaves = self.leaves(reading, part).await?;
+            let leaves = self.fetch_leaves(reading, part).await?;
             planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
         }
     }
 
-    async fn deliver(
+    async fn write_stripes(
         &self,
-        reading: &Arc<Reading>,
-        parts: &[Part],
-        planned: Vec<Vec<Planned>>,
+        reading: &Arc<ReadSession>,
+        parts: &[ShardSelection],
+        planned: Vec<Vec<PlannedStripe>>,
         output: &Output<'_>,
         count: &Arc<dyn Fn(u64) + Send + Sync>,
         opened: &mut Vec<usize>,

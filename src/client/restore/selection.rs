@@ -54,7 +54,7 @@ impl Sink for MemorySink {
 }
 
 /// One shard's part of the request.
-pub(in crate::client) struct Part {
+pub(in crate::client) struct ShardSelection {
     pub(in crate::client) root: Arc<ShardRoot>,
     /// The states of its stripes; `None`: the nodes are asked, there is no catalogue.
     pub(in crate::client) state: Option<ShardState>,
@@ -67,14 +67,18 @@ pub(in crate::client) struct Part {
 
 /// Blocks and grains of one stripe that a range touches.
 #[derive(Clone)]
-pub(in crate::client) struct Slice {
+pub(in crate::client) struct StripeSlice {
     pub(in crate::client) stripe: u32,
     pub(in crate::client) blocks: Vec<u8>,
     pub(in crate::client) grains: Range<u64>,
 }
 
 /// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
-pub(in crate::client) fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<Slice> {
+pub(in crate::client) fn cut_slice(
+    stripe: u32,
+    cut: &StripeCut,
+    range: &Range<u64>,
+) -> Option<StripeSlice> {
     let from = range.start.max(cut.offset_bytes);
     let to = range.end.min(cut.offset_bytes + cut.len_bytes);
     if from >= to {
@@ -88,18 +92,18 @@ pub(in crate::client) fn slice(stripe: u32, cut: &StripeCut, range: &Range<u64>)
     } else {
         0..cut.grains()
     };
-    Some(Slice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
+    Some(StripeSlice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
 }
 
 impl Client {
     /// What `output` asks for of `shards`: all of them, if nothing.
-    pub(in crate::client) fn parts(
+    pub(in crate::client) fn select_all(
         &self,
         job: &Job,
         step: Step,
         shards: Vec<(ShardRoot, Option<ShardState>)>,
         output: Option<&RestoreRequest>,
-    ) -> Result<Vec<Part>, ClientError> {
+    ) -> Result<Vec<ShardSelection>, ClientError> {
         let only = output.and_then(|output| output.shard.as_ref());
         let range = output.and_then(|output| output.range.clone());
         if range.is_some() && only.is_none() && shards.len() > 1 {
@@ -111,7 +115,7 @@ impl Client {
                 continue;
             }
             let range = range.clone().unwrap_or(0..root.len_bytes);
-            parts.push(self.part(Arc::new(root), state, range)?);
+            parts.push(self.select_shard(Arc::new(root), state, range)?);
         }
         match only {
             Some(name) if parts.is_empty() => {
@@ -122,17 +126,17 @@ impl Client {
     }
 
     /// The part of a shard that `range` is.
-    fn part(
+    fn select_shard(
         &self,
         root: Arc<ShardRoot>,
         state: Option<ShardState>,
         range: Range<u64>,
-    ) -> Result<Part, ClientError> {
+    ) -> Result<ShardSelection, ClientError> {
         if range.start > range.end || range.end > root.len_bytes {
             let (name, len_bytes) = (root.name.clone(), root.len_bytes);
             return Err(ClientError::Range { name, from: range.start, to: range.end, len_bytes });
         }
-        Ok(Part {
+        Ok(ShardSelection {
             key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
             // Two restores into one folder never meet in one temporary file.
             temporary: format!(".rapidraid-{}-{:016x}", root.shard, self.entropy().below(u64::MAX)),
@@ -144,13 +148,13 @@ impl Client {
     }
 
     /// A part for each of `ranges`, in their order.
-    pub(in crate::client) fn parts_of_ranges(
+    pub(in crate::client) fn select_ranges(
         &self,
         job: &Job,
         step: Step,
         shards: Vec<(ShardRoot, Option<ShardState>)>,
         ranges: &[ReadRange],
-    ) -> Result<Vec<Part>, ClientError> {
+    ) -> Result<Vec<ShardSelection>, ClientError> {
         let shards: BTreeMap<_, _> = shards
             .into_iter()
             .map(|(root, state)| (root.name.clone(), (Arc::new(root), state)))
@@ -161,7 +165,7 @@ impl Client {
                 step,
                 name: shard.clone(),
             })?;
-            self.part(found.0.clone(), found.1.clone(), range.clone())
+            self.select_shard(found.0.clone(), found.1.clone(), range.clone())
         });
         parts.collect()
     }
@@ -176,11 +180,11 @@ mod tests {
     fn a_small_range_is_a_small_read() {
         let geometry = Geometry::checked(10_000_000, 1 << 20, 6, 4).unwrap();
         let cut = geometry.stripe(0).unwrap();
-        let one = slice(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
+        let one = cut_slice(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
         assert_eq!((one.blocks, one.grains), (vec![1], 1..2));
-        let two = slice(0, &cut, &(1_048_575..1_048_577)).unwrap();
+        let two = cut_slice(0, &cut, &(1_048_575..1_048_577)).unwrap();
         assert_eq!((two.blocks, two.grains), (vec![0, 1], 0..16));
-        assert!(slice(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
-        assert!(slice(0, &cut, &(5..5)).is_none());
+        assert!(cut_slice(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
+        assert!(cut_slice(0, &cut, &(5..5)).is_none());
     }
 }

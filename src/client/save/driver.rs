@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use crate::client::ClientError;
 use crate::entropy::Entropy;
 use crate::id::{SaveId, ShardName};
-use crate::pipeline::upload::Source;
+use crate::pipeline::upload::ShardSource;
 
 /// One shard to save.
 #[derive(Clone)]
@@ -16,7 +16,7 @@ pub struct NewShard {
     /// Its name.
     pub name: ShardName,
     /// Its bytes.
-    pub source: Arc<dyn Source>,
+    pub source: Arc<dyn ShardSource>,
 }
 
 /// Steers a save: [`crate::client::Client::save_with`] asks it at each decision. A save that begins anew, because nodes failed under it, asks again.

@@ -25,14 +25,15 @@ use crate::format::records::{
 use crate::format::save_record::{SaveHead, SaveRecord};
 use crate::gf::FingerprintKey;
 use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::Address;
-use crate::pipeline::upload::{Failures, SaveError, Upload};
+use crate::pipeline::upload::{FailedNodes, SaveError, StripeUploader};
 use crate::placement::{Spares, place, ring};
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{
-    Abort, Begin, BeginAnswer, Commit, Hello, Keep, NodeView, PutRecord, RecordName, Seal,
+    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, Hello, NodeView, PutRecord,
+    RecordName, RenewLease,
 };
 
 /// Shards under way at once.
@@ -85,16 +86,16 @@ pub struct SaveReport {
 }
 
 /// Keeps a save's lease until it is dropped, also with the save's own future: a save that nobody waits for ends.
-struct KeptLease(tokio::task::JoinHandle<()>);
+struct RunningLeaseKeeper(tokio::task::JoinHandle<()>);
 
-impl Drop for KeptLease {
+impl Drop for RunningLeaseKeeper {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
 /// What became of a save whose epoch is over.
-enum Settled {
+enum SaveOutcome {
     Committed(Saved),
     /// It is not open any more, and was not decided.
     Gone,
@@ -103,21 +104,21 @@ enum Settled {
 }
 
 /// Whether an error may come from an epoch that is over: nodes refuse what is older, and gateways lose the catalogue.
-fn may_be_epoch(kind: Kind) -> bool {
-    kind == Kind::Fenced || kind.is_transient()
+fn may_be_epoch(kind: ErrorKind) -> bool {
+    kind == ErrorKind::Fenced || kind.is_transient()
 }
 
 /// One save between begin and commit.
-struct Saving {
+struct SaveSession {
     client: Client,
     job: Job,
     step: Step,
     cluster: ClusterId,
-    begun: BeginAnswer,
+    begun: BeginSaveAnswer,
     /// Of the shards that are sealed, or may be.
     roots: Mutex<BTreeMap<u32, ShardRoot>>,
     directory: Directory,
-    failures: Arc<Failures>,
+    failures: Arc<FailedNodes>,
     stripes: Semaphore,
     progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
@@ -151,11 +152,11 @@ impl Client {
         loop {
             let kept = driver.begin(restarts);
             let save = kept.map_err(|source| ClientError::SaveId { source })?;
-            let mut saving = self.begin(job, step, options, &avoid, save).await?;
+            let mut saving = self.begin_save(job, step, options, &avoid, save).await?;
             // The cluster has no code that does without the nodes that refused. They would refuse again.
             let needs = |node: &Node| avoid.contains(&NodeId::of(&node.name));
             if let Some(error) = refused.take().filter(|_| saving.begun.nodes.iter().any(needs)) {
-                saving.abort().await;
+                saving.abort_save().await;
                 return Err(error);
             }
             let lease = self.keep_lease(&saving.begun);
@@ -163,7 +164,7 @@ impl Client {
             let shards = match prepared {
                 Ok(shards) => shards,
                 Err(error) => {
-                    saving.abort().await;
+                    saving.abort_save().await;
                     return Err(error);
                 }
             };
@@ -174,16 +175,16 @@ impl Client {
                 Err(error) => error,
             };
             restarts += 1;
-            if may_be_epoch(error.kind()) && saving.is_over(error.kind()).await {
-                match saving.settle(shards.len()).await {
-                    Settled::Committed(saved) => return saving.report(saved),
-                    Settled::Gone if restarts <= RESTARTS => {}
+            if may_be_epoch(error.kind()) && saving.has_ended(error.kind()).await {
+                match saving.resolve_outcome(shards.len()).await {
+                    SaveOutcome::Committed(saved) => return saving.report(saved),
+                    SaveOutcome::Gone if restarts <= RESTARTS => {}
                     _ => return Err(error),
                 }
             } else {
                 // What cannot be aborted now is collected when its lease is over.
-                if error.kind() != Kind::Fenced {
-                    let _ = saving.abort().await;
+                if error.kind() != ErrorKind::Fenced {
+                    let _ = saving.abort_save().await;
                 }
                 match &error {
                     // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. One whose
@@ -212,16 +213,18 @@ impl Client {
         step: Step,
         save: SaveId,
     ) -> Result<SaveFate, ClientError> {
-        let aborted = self.ask(&Abort { job: job.clone(), step, save }).await;
+        let aborted = self.ask(&AbortSave { job: job.clone(), step, save }).await;
         match aborted {
             Ok(()) => Ok(SaveFate::Aborted),
-            Err(error) if error.kind() == Kind::Exists => {
+            Err(error) if error.kind() == ErrorKind::Exists => {
                 // What is decided is not checked against the number of its shards any more.
-                let commit = Commit { job: job.clone(), step, save, shards: 0 };
+                let commit = CommitSave { job: job.clone(), step, save, shards: 0 };
                 match self.ask_within(&commit, LONG_LIMIT).await {
                     Ok(_) => Ok(SaveFate::Committed),
                     // It was committed, and has been removed or replaced since.
-                    Err(error) if matches!(error.kind(), Kind::Fenced | Kind::NotFound) => {
+                    Err(error)
+                        if matches!(error.kind(), ErrorKind::Fenced | ErrorKind::NotFound) =>
+                    {
                         Ok(SaveFate::Committed)
                     }
                     Err(error) => Err(error),
@@ -231,20 +234,20 @@ impl Client {
         }
     }
 
-    async fn begin(
+    async fn begin_save(
         &self,
         job: &Job,
         step: Step,
         options: SaveOptions,
         avoid: &[NodeId],
         save: SaveId,
-    ) -> Result<Saving, ClientError> {
+    ) -> Result<SaveSession, ClientError> {
         let (job, avoid) = (job.clone(), avoid.to_vec());
-        let begin = Begin { job: job.clone(), step, replace: options.replace, save, avoid };
+        let begin = BeginSave { job: job.clone(), step, replace: options.replace, save, avoid };
         let begun = self.ask(&begin).await?;
-        let cluster = self.cluster().await?;
+        let cluster = self.fetch_cluster_id().await?;
         let live = begun.nodes.iter().map(|node| NodeView { node: node.clone(), live: true });
-        Ok(Saving {
+        Ok(SaveSession {
             client: self.clone(),
             job,
             step,
@@ -258,19 +261,19 @@ impl Client {
         })
     }
 
-    fn keep_lease(&self, begun: &BeginAnswer) -> KeptLease {
+    fn keep_lease(&self, begun: &BeginSaveAnswer) -> RunningLeaseKeeper {
         let lease = begun.lease;
         let period = Duration::from_millis(begun.lease_ms / 3);
         let (client, runtime) = match self.lease_keeper() {
             Some((keeper, runtime)) => (keeper.clone(), runtime.clone()),
             None => (self.clone(), Handle::current()),
         };
-        KeptLease(runtime.spawn(async move {
+        RunningLeaseKeeper(runtime.spawn(async move {
             loop {
                 client.caller().clock().sleep(period).await;
                 // A gateway that does not answer must leave time to ask another one.
-                if let Err(error) = client.ask_within(&Keep { lease }, period).await
-                    && error.kind() == Kind::Fenced
+                if let Err(error) = client.ask_within(&RenewLease { lease }, period).await
+                    && error.kind() == ErrorKind::Fenced
                 {
                     return;
                 }
@@ -287,14 +290,14 @@ fn check_names(shards: &[NewShard]) -> Result<(), ClientError> {
     if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
 }
 
-impl Saving {
+impl SaveSession {
     /// The driver's shards; progress counts from here over all of them.
     fn shards_of(
         &mut self,
         driver: &dyn SaveDriver,
         progress: &ProgressFn,
     ) -> Result<Vec<NewShard>, ClientError> {
-        let BeginAnswer { n, k, block_bytes, .. } = self.begun;
+        let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let shards = driver.shards(SaveCode { n, k, block_bytes })?;
         check_names(&shards)?;
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
@@ -312,26 +315,26 @@ impl Saving {
         driver: &dyn SaveDriver,
     ) -> Result<Saved, ClientError> {
         let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
-        let work = (0u32..).zip(shards).map(|(index, shard)| self.shard(index, count, shard));
+        let work = (0u32..).zip(shards).map(|(index, shard)| self.save_shard(index, count, shard));
         // Collected, so that the future of a save can be sent to another thread.
         let work: Vec<_> = work.collect();
         let done: Vec<()> =
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
         driver.confirm().await.map_err(|why| ClientError::CalledOff { why })?;
-        self.commit(shards.len()).await
+        self.commit_save(shards.len()).await
     }
 
     /// Whether some node has heard of a later epoch: then it refuses what was begun in this one. While a catalogue moves nobody has yet,
     /// and who wants a change is told to wait: `failed` is `Busy`.
-    async fn is_over(&self, failed: Kind) -> bool {
+    async fn has_ended(&self, failed: ErrorKind) -> bool {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
         loop {
             if self.has_later_epoch().await {
                 return true;
             }
-            if failed != Kind::Busy || clock.now() >= until {
+            if failed != ErrorKind::Busy || clock.now() >= until {
                 return false;
             }
             clock.sleep(MOVE_LOOK).await;
@@ -354,28 +357,28 @@ impl Saving {
     }
 
     /// Asks the catalogue of the later epoch until it says what the save is. Had all been sealed, it is committed as before the move.
-    async fn settle(&self, shards: usize) -> Settled {
+    async fn resolve_outcome(&self, shards: usize) -> SaveOutcome {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
         loop {
-            if let Ok(saved) = self.commit(shards).await {
-                return Settled::Committed(saved);
+            if let Ok(saved) = self.commit_save(shards).await {
+                return SaveOutcome::Committed(saved);
             }
             // Refused when it is decided: then it will be committed.
-            if self.abort().await {
-                return Settled::Gone;
+            if self.abort_save().await {
+                return SaveOutcome::Gone;
             }
             if clock.now() >= until {
-                return Settled::Unknown;
+                return SaveOutcome::Unknown;
             }
             clock.sleep(MOVE_LOOK).await;
         }
     }
 
     /// Whether the save is not open, and not decided.
-    async fn abort(&self) -> bool {
+    async fn abort_save(&self) -> bool {
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
-        self.client.ask(&Abort { job, step, save }).await.is_ok()
+        self.client.ask(&AbortSave { job, step, save }).await.is_ok()
     }
 
     fn roots(&self) -> MutexGuard<'_, BTreeMap<u32, ShardRoot>> {
@@ -383,7 +386,7 @@ impl Saving {
     }
 
     fn report(&self, saved: Saved) -> Result<SaveReport, ClientError> {
-        let BeginAnswer { n, k, .. } = self.begun;
+        let BeginSaveAnswer { n, k, .. } = self.begun;
         let Saved { save, shards, len_bytes, generation, .. } = saved;
         let roots = std::mem::take(&mut *self.roots()).into_values().collect();
         let (cluster, nodes) = (self.cluster, self.begun.nodes.clone());
@@ -401,21 +404,26 @@ impl Saving {
         })
     }
 
-    async fn commit(&self, shards: usize) -> Result<Saved, ClientError> {
+    async fn commit_save(&self, shards: usize) -> Result<Saved, ClientError> {
         let shards = u32::try_from(shards).unwrap_or(u32::MAX);
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
-        self.client.ask_within(&Commit { job, step, save, shards }, LONG_LIMIT).await
+        self.client.ask_within(&CommitSave { job, step, save, shards }, LONG_LIMIT).await
     }
 
-    async fn shard(&self, index: u32, shards: u32, shard: &NewShard) -> Result<(), ClientError> {
-        let BeginAnswer { save, generation, n, k, block_bytes, .. } = self.begun;
+    async fn save_shard(
+        &self,
+        index: u32,
+        shards: u32,
+        shard: &NewShard,
+    ) -> Result<(), ClientError> {
+        let BeginSaveAnswer { save, generation, n, k, block_bytes, .. } = self.begun;
         let len_bytes = shard.source.len_bytes();
         let geometry = Geometry::checked(len_bytes, block_bytes, n, k)?;
         let id = ShardId::new(save, index);
         let mut fingerprint_key = [0; 32];
         self.client.entropy().fill(&mut fingerprint_key);
         let ring = ring(&self.begun.nodes, index.into());
-        let upload = Upload {
+        let upload = StripeUploader {
             caller: self.client.caller().clone(),
             workers: self.client.workers().clone(),
             directory: self.directory.clone(),
@@ -429,7 +437,7 @@ impl Saving {
             progress: self.progress.clone(),
         };
         let stripes = (0..geometry.stripes()).map(|index| StripeId { shard: id, index });
-        let work = stripes.map(|stripe| self.stripe(&upload, &ring, &geometry, stripe));
+        let work = stripes.map(|stripe| self.upload_stripe(&upload, &ring, &geometry, stripe));
         let work: Vec<_> = work.collect();
         let hashes: Vec<[u8; 32]> =
             stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
@@ -440,7 +448,9 @@ impl Saving {
             Ok(true) => {}
             Ok(false) => return Err(SaveError::Changed { shard: name }.into()),
             Err(source) => {
-                return Err(SaveError::Source { shard: name, offset: len_bytes, source }.into());
+                return Err(
+                    SaveError::ShardSource { shard: name, offset: len_bytes, source }.into()
+                );
             }
         }
         let root = ShardRoot {
@@ -461,14 +471,14 @@ impl Saving {
             ring,
             stripes_root: stripes_root(&hashes),
         };
-        self.leaves(&root, hashes).await?;
+        self.put_leaves(&root, hashes).await?;
         self.roots().insert(index, root.clone());
-        self.client.ask(&Seal { root }).await
+        self.client.ask(&CompleteShard { root }).await
     }
 
-    async fn stripe(
+    async fn upload_stripe(
         &self,
-        upload: &Upload,
+        upload: &StripeUploader,
         ring: &[RingNode],
         geometry: &Geometry,
         stripe: StripeId,
@@ -481,15 +491,15 @@ impl Saving {
         let Some(cut) = geometry.stripe(stripe.index) else {
             return Err(ClientError::NoShards);
         };
-        about_to(Stage::Send, stripe);
-        let fixed = upload.stripe(stripe, cut, &mut places, spares).await?;
+        trace_point(TracePoint::Send, stripe);
+        let fixed = upload.upload_stripe(stripe, cut, &mut places, spares).await?;
         let record = StripeRecord::new(&fixed, places.clone())?;
-        upload.record(&fixed, &record, &places).await?;
+        upload.put_stripe_record(&fixed, &record, &places).await?;
         Ok(record.leaf())
     }
 
     /// The leaves go to the whole ring; all but k-1 nodes at most must have them.
-    async fn leaves(&self, root: &ShardRoot, hashes: Vec<[u8; 32]>) -> Result<(), ClientError> {
+    async fn put_leaves(&self, root: &ShardRoot, hashes: Vec<[u8; 32]>) -> Result<(), ClientError> {
         let leaves = Leaves { root: root.clone(), hashes };
         let call = PutRecord {
             shard: root.shard,

@@ -9,20 +9,20 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::judge::{Examined, FaultAt, Held, Known, StripeExam, Wrong};
+use super::judge::{ExaminedStripe, HeldItem, JudgedFault, KnownMargins, Problem, StripeJudgement};
 use crate::client::restore::read::{BY_MARKS, MAX_MOVES};
-use crate::client::restore::selection::Part;
+use crate::client::restore::selection::ShardSelection;
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::digest;
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
 use crate::id::{Attempt, Job, NodeId, PeerName, ShardName, Step, StripeId};
-use crate::kind::Kind;
-use crate::pipeline::read::{Reading, state_on_nodes};
+use crate::kind::ErrorKind;
+use crate::pipeline::read::{ReadSession, find_stripe_state};
 use crate::pipeline::shard_records::{self, RecordsError};
 use crate::wire::NodeAddress;
 use crate::wire::calls::{
-    ExamineAnswer, ExamineStripe, GetRecord, ListSources, RecordName, Suspect,
+    ExamineAnswer, ExamineStripe, GetRecord, ListSources, RecordName, VerifyFile,
 };
 
 /// Stripes that are examined at once. A node reads one file after the other, so that with several it always has a next one.
@@ -51,14 +51,14 @@ pub struct Fault {
     /// The stripe; `None` for a record of the shard.
     pub stripe: Option<u32>,
     /// The part.
-    pub held: Held,
+    pub held: HeldItem,
     /// The defect.
-    pub wrong: Wrong,
+    pub wrong: Problem,
 }
 
 /// A node that may have a part of the checkpoint and was not examined.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Away {
+pub struct AbsentNode {
     /// The node.
     pub node: String,
     /// Why it was not.
@@ -85,9 +85,9 @@ pub struct VerifyReport {
     /// Nodes that answered.
     pub nodes: Vec<PeerName>,
     /// Nodes of the rings that did not answer, are not registered, or do not support the call.
-    pub away: Vec<Away>,
+    pub away: Vec<AbsentNode>,
     /// Nodes that answer and could not examine a stripe, by their disks' errors, say.
-    pub failures: Vec<Away>,
+    pub failures: Vec<AbsentNode>,
     /// Records that nodes lack, of which as many are there as the commit promised; at most 10,000.
     pub lacking: Vec<Fault>,
     /// The defects that were found, at most 10,000.
@@ -117,20 +117,20 @@ enum Finding {
 /// What all stripes share.
 struct Verification<'a> {
     client: &'a Client,
-    reading: Arc<Reading>,
+    reading: Arc<ReadSession>,
     /// Nodes that did not answer, each of which may take seconds to be silent.
-    away: Mutex<BTreeMap<NodeId, Silent>>,
+    away: Mutex<BTreeMap<NodeId, SilentNode>>,
     /// Stripes that nodes which answer could not examine, and why.
     failures: Mutex<BTreeMap<(NodeId, StripeId), String>>,
     answered: Mutex<BTreeMap<NodeId, PeerName>>,
-    known: Mutex<Known>,
+    known: Mutex<KnownMargins>,
     done_bytes: AtomicU64,
     total_bytes: u64,
     progress: ProgressFn,
 }
 
 /// A node that did not answer.
-struct Silent {
+struct SilentNode {
     reason: String,
     /// When it is asked again, at the earliest.
     ask_again: Duration,
@@ -152,7 +152,8 @@ impl Client {
         step: Option<Step>,
         progress: ProgressFn,
     ) -> Result<VerifyReport, ClientError> {
-        self.following(|| self.verify_found(job, step, Finding::Note, progress.clone())).await
+        self.retry_on_replaced(|| self.verify_found(job, step, Finding::Note, progress.clone()))
+            .await
     }
 
     /// As [`verify`](Self::verify), and has damaged replicas mended. The report is of afterwards.
@@ -165,7 +166,8 @@ impl Client {
         step: Option<Step>,
         progress: ProgressFn,
     ) -> Result<VerifyReport, ClientError> {
-        self.following(|| self.verify_found(job, step, Finding::Mend, progress.clone())).await
+        self.retry_on_replaced(|| self.verify_found(job, step, Finding::Mend, progress.clone()))
+            .await
     }
 
     async fn verify_found(
@@ -175,18 +177,18 @@ impl Client {
         finding: Finding,
         progress: ProgressFn,
     ) -> Result<VerifyReport, ClientError> {
-        let found = self.find(job, step).await?;
+        let found = self.fetch_step(job, step).await?;
         let step = found.step.step;
         if found.shards.iter().any(|(_, state)| state.is_none()) {
             return Err(ClientError::Removed { job: job.clone(), step });
         }
         let incidents = found.step.by_marks.then(|| BY_MARKS.to_owned()).into_iter().collect();
-        let parts = self.parts(job, step, found.shards, None)?;
-        let reading = Reading::new(
+        let parts = self.select_all(job, step, found.shards, None)?;
+        let reading = ReadSession::new(
             self.caller().clone(),
             self.workers().clone(),
             self.entropy().clone(),
-            self.directory().await?,
+            self.fetch_directory().await?,
             incidents,
         );
         let mut total_bytes = 0;
@@ -218,7 +220,7 @@ impl Client {
 }
 
 /// What the nodes have of a shard, if nothing is missing.
-fn expected_bytes(part: &Part) -> Result<u64, ClientError> {
+fn expected_bytes(part: &ShardSelection) -> Result<u64, ClientError> {
     let geometry = part.root.geometry()?;
     let stripes = (0..geometry.stripes()).filter_map(|index| {
         let cut = geometry.stripe(index)?;
@@ -233,14 +235,17 @@ fn expected_bytes(part: &Part) -> Result<u64, ClientError> {
 }
 
 /// A stripe and how it is.
-struct Exam<'a> {
-    part: &'a Part,
+struct StripeExam<'a> {
+    part: &'a ShardSelection,
     index: u32,
-    of: StripeExam,
+    of: StripeJudgement,
 }
 
 impl Verification<'_> {
-    async fn examine_part<'p>(&self, part: &'p Part) -> Result<Vec<Exam<'p>>, ClientError> {
+    async fn examine_part<'p>(
+        &self,
+        part: &'p ShardSelection,
+    ) -> Result<Vec<StripeExam<'p>>, ClientError> {
         let stripes = part.root.geometry()?.stripes();
         let leaves = self.leaves(part).await?;
         let leaves = leaves.as_ref();
@@ -248,7 +253,7 @@ impl Verification<'_> {
         let mut exams = stream::iter(0..stripes.max(1))
             .map(|index| async move {
                 let of = self.examine(part, leaves, index).await?;
-                Ok::<_, ClientError>(Exam { part, index, of })
+                Ok::<_, ClientError>(StripeExam { part, index, of })
             })
             .buffered(STRIPES_AT_ONCE);
         let mut examined = Vec::new();
@@ -259,11 +264,11 @@ impl Verification<'_> {
     }
 
     /// The leaves of a shard; `None` when no node that answers has them.
-    async fn leaves(&self, part: &Part) -> Result<Option<Leaves>, ClientError> {
-        match self.client.leaves(&self.reading, part).await {
+    async fn leaves(&self, part: &ShardSelection) -> Result<Option<Leaves>, ClientError> {
+        match self.client.fetch_leaves(&self.reading, part).await {
             Ok(leaves) => Ok(Some(leaves)),
             Err(ClientError::Records(error @ RecordsError::Lost { .. })) => {
-                self.incident(error.to_string());
+                self.record_incident(error.to_string());
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -271,15 +276,15 @@ impl Verification<'_> {
     }
 
     /// Examines once more the stripes that were judged with nodes that have gone away since, or without nodes that are back.
-    async fn examine_again(&self, exams: &mut [Exam<'_>]) -> Result<(), ClientError> {
+    async fn examine_again(&self, exams: &mut [StripeExam<'_>]) -> Result<(), ClientError> {
         for of_shard in exams.chunk_by_mut(|a, b| a.part.root.shard == b.part.root.shard) {
             let Some(part) = of_shard.first().map(|exam| exam.part) else { continue };
             let away: BTreeSet<NodeId> = lock(&self.away).keys().copied().collect();
-            let is_stale = |exam: &&mut Exam<'_>| {
+            let is_stale = |exam: &&mut StripeExam<'_>| {
                 let mut ring = part.root.ring.iter().map(|member| member.node);
                 ring.any(|node| exam.of.answered.contains(&node) == away.contains(&node))
             };
-            let stale: Vec<&mut Exam<'_>> = of_shard.iter_mut().filter(is_stale).collect();
+            let stale: Vec<&mut StripeExam<'_>> = of_shard.iter_mut().filter(is_stale).collect();
             if stale.is_empty() {
                 continue;
             }
@@ -302,14 +307,14 @@ impl Verification<'_> {
     /// Examines a stripe. If it has faults or cannot be read, and its state has changed, examines it again.
     async fn examine(
         &self,
-        part: &Part,
+        part: &ShardSelection,
         leaves: Option<&Leaves>,
         index: u32,
-    ) -> Result<StripeExam, ClientError> {
+    ) -> Result<StripeJudgement, ClientError> {
         let known = part.state.as_ref().and_then(|state| state.stripe(index));
         let mut state = match known {
             Some(state) => state,
-            None => state_on_nodes(&self.reading, &part.root, index, true).await,
+            None => find_stripe_state(&self.reading, &part.root, index, true).await,
         };
         let mut moves = 0;
         loop {
@@ -317,7 +322,7 @@ impl Verification<'_> {
             if exam.faults.is_empty() && exam.survives.is_some() {
                 return Ok(exam);
             }
-            match self.client.next_state(&self.reading, part, index, state).await? {
+            match self.client.await_next_state(&self.reading, part, index, state).await? {
                 Some(next) if moves < MAX_MOVES => (state, moves) = (next, moves + 1),
                 _ => return Ok(exam),
             }
@@ -326,18 +331,20 @@ impl Verification<'_> {
 
     async fn examine_in_state(
         &self,
-        part: &Part,
+        part: &ShardSelection,
         leaves: Option<&Leaves>,
         index: u32,
         state: StripeState,
-    ) -> Result<StripeExam, ClientError> {
+    ) -> Result<StripeJudgement, ClientError> {
         let (caller, directory) = (&self.reading.caller, &self.reading.directory);
         let answers = self.ask_ring(part, index).await;
         let mut info = None;
         if let Some(leaves) = leaves.filter(|_| part.root.len_bytes > 0) {
-            match shard_records::stripe(caller, directory, &part.root, leaves, index).await {
+            match shard_records::fetch_stripe_record(caller, directory, &part.root, leaves, index)
+                .await
+            {
                 Ok(found) => info = Some(found),
-                Err(error @ RecordsError::Lost { .. }) => self.incident(error.to_string()),
+                Err(error @ RecordsError::Lost { .. }) => self.record_incident(error.to_string()),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -348,7 +355,7 @@ impl Verification<'_> {
             _ => None,
         };
         let leaf = leaves.and_then(|leaves| leaves.hashes.get(index as usize)).copied();
-        let examined = Examined {
+        let examined = ExaminedStripe {
             root: &part.root,
             info: info.as_ref().zip(leaf),
             state,
@@ -362,7 +369,7 @@ impl Verification<'_> {
     /// The receipt of an attempt that most nodes have. An earlier one may lie on a node that was replaced.
     async fn receipt(
         &self,
-        part: &Part,
+        part: &ShardSelection,
         (index, attempt): (u32, Attempt),
         answers: &BTreeMap<NodeId, ExamineAnswer>,
     ) -> Option<Receipt> {
@@ -385,12 +392,15 @@ impl Verification<'_> {
                 return Some(receipt);
             }
         }
-        self.incident(format!("the receipt of stripe {index} of {} was not given", part.root.name));
+        self.record_incident(format!(
+            "the receipt of stripe {index} of {} was not given",
+            part.root.name
+        ));
         None
     }
 
     /// What the nodes of the ring that answer have of a stripe.
-    async fn ask_ring(&self, part: &Part, index: u32) -> BTreeMap<NodeId, ExamineAnswer> {
+    async fn ask_ring(&self, part: &ShardSelection, index: u32) -> BTreeMap<NodeId, ExamineAnswer> {
         let stripe = StripeId { shard: part.root.shard, index };
         let call = ExamineStripe { stripe, with_shard: index == 0 };
         let call = &call;
@@ -407,10 +417,10 @@ impl Verification<'_> {
         }
         let Some(address) = self.reading.directory.address(node) else {
             let reason = "it is not registered".to_owned();
-            lock(&self.away).insert(node, Silent { reason, ask_again: Duration::MAX });
+            lock(&self.away).insert(node, SilentNode { reason, ask_again: Duration::MAX });
             return None;
         };
-        let (mut patience, began) = (self.reading.patience(), now());
+        let (mut patience, began) = (self.reading.busy_retry(), now());
         let error = loop {
             match self.reading.caller.call_held(&address, call, EXAMINE_LIMIT).await {
                 Ok(answer) => {
@@ -421,19 +431,19 @@ impl Verification<'_> {
                     self.count(lengths.sum());
                     return Some(answer);
                 }
-                Err(error) if error.kind() == Kind::Busy && patience.wait().await => {}
+                Err(error) if error.kind() == ErrorKind::Busy && patience.wait().await => {}
                 Err(error) => break error,
             }
         };
         tracing::debug!(node = %address.name, %error, "not examined");
-        if error.is_unanswered() || error.kind() == Kind::Invalid {
+        if error.is_unanswered() || error.kind() == ErrorKind::Invalid {
             let reason = match error.is_unanswered() {
                 true => "no answer".to_owned(),
                 false => error.to_string(),
             };
             // One that takes long to be silent is asked as rarely.
             let pause = ASK_AGAIN.max(now().saturating_sub(began));
-            lock(&self.away).insert(node, Silent { reason, ask_again: now() + pause });
+            lock(&self.away).insert(node, SilentNode { reason, ask_again: now() + pause });
         } else {
             // The node answered with an error: its examination of this stripe failed.
             lock(&self.failures).insert((node, call.stripe), error.to_string());
@@ -447,7 +457,7 @@ impl Verification<'_> {
         (self.progress)(Progress { done_bytes: done_bytes.min(total_bytes), total_bytes });
     }
 
-    fn incident(&self, text: String) {
+    fn record_incident(&self, text: String) {
         let mut incidents = lock(&self.reading.incidents);
         if incidents.len() < MAX_FAULTS {
             incidents.push(text);
@@ -455,7 +465,7 @@ impl Verification<'_> {
     }
 
     /// Has damaged replicas mended and examines their stripes again. Returns what was mended.
-    async fn mend(&self, exams: &mut [Exam<'_>]) -> Result<Vec<Fault>, ClientError> {
+    async fn mend(&self, exams: &mut [StripeExam<'_>]) -> Result<Vec<Fault>, ClientError> {
         let clock = self.reading.caller.clock();
         let mut reported = Vec::new();
         for (at, exam) in exams.iter().enumerate() {
@@ -466,17 +476,17 @@ impl Verification<'_> {
             }
             let stripe = StripeId { shard: exam.part.root.shard, index: exam.index };
             for fault in &exam.of.faults {
-                let (Held::Replica(block), Wrong::Grains(_) | Wrong::Damaged) =
+                let (HeldItem::Replica(block), Problem::Grains(_) | Problem::Damaged) =
                     (fault.held, fault.wrong)
                 else {
                     continue;
                 };
                 let Some(address) = self.reading.directory.address(fault.node) else { continue };
                 let file = FileName::Replica { block };
-                let call = Suspect { stripe, file };
+                let call = VerifyFile { stripe, file };
                 match self.reading.caller.call_held(&address, &call, EXAMINE_LIMIT).await {
                     Ok(_) => reported.push((at, fault.clone(), address, stripe, file)),
-                    Err(error) => self.incident(error.to_string()),
+                    Err(error) => self.record_incident(error.to_string()),
                 }
             }
         }
@@ -523,8 +533,8 @@ impl Verification<'_> {
         }
     }
 
-    fn fault(&self, exam: &Exam<'_>, fault: &FaultAt) -> Fault {
-        let is_of_shard = matches!(fault.held, Held::Leaves | Held::Mark);
+    fn fault(&self, exam: &StripeExam<'_>, fault: &JudgedFault) -> Fault {
+        let is_of_shard = matches!(fault.held, HeldItem::Leaves | HeldItem::Mark);
         Fault {
             node: self.reading.directory.name(fault.node),
             shard: exam.part.root.name.clone(),
@@ -535,12 +545,12 @@ impl Verification<'_> {
     }
 
     /// The nodes that were not examined, by name.
-    fn away(&self) -> Vec<Away> {
+    fn absent_nodes(&self) -> Vec<AbsentNode> {
         let away = lock(&self.away);
         let name = |node: &NodeId| self.reading.directory.name(*node);
-        let mut away: Vec<Away> = away
+        let mut away: Vec<AbsentNode> = away
             .iter()
-            .map(|(node, silent)| Away { node: name(node), reason: silent.reason.clone() })
+            .map(|(node, silent)| AbsentNode { node: name(node), reason: silent.reason.clone() })
             .collect();
         away.sort_by(|a, b| a.node.cmp(&b.node));
         away
@@ -549,20 +559,20 @@ impl Verification<'_> {
     fn report(
         self,
         (job, step): (&Job, Step),
-        parts: &[Part],
-        exams: &[Exam<'_>],
+        parts: &[ShardSelection],
+        exams: &[StripeExam<'_>],
         mut mended: Vec<Fault>,
     ) -> VerifyReport {
         mended.truncate(MAX_FAULTS);
         let mut nodes: Vec<PeerName> = lock(&self.answered).values().cloned().collect();
         nodes.sort();
-        let all = |of: fn(&StripeExam) -> u64| exams.iter().map(|exam| of(&exam.of)).sum();
+        let all = |of: fn(&StripeJudgement) -> u64| exams.iter().map(|exam| of(&exam.of)).sum();
         let faults = exams.iter().flat_map(|exam| exam.of.faults.iter().map(move |f| (exam, f)));
         let faults = faults.map(|(exam, fault)| self.fault(exam, fault)).take(MAX_FAULTS);
         let lacking = exams.iter().flat_map(|exam| exam.of.lacking.iter().map(move |f| (exam, f)));
         let lacking = lacking.map(|(exam, fault)| self.fault(exam, fault)).take(MAX_FAULTS);
         let failures = lock(&self.failures);
-        let failures = failures.iter().take(MAX_FAULTS).map(|((node, stripe), why)| Away {
+        let failures = failures.iter().take(MAX_FAULTS).map(|((node, stripe), why)| AbsentNode {
             node: self.reading.directory.name(*node),
             reason: format!("stripe {stripe}: {why}"),
         });
@@ -581,7 +591,7 @@ impl Verification<'_> {
             survives: weakest.and_then(|exam| exam.of.survives),
             weakest: weakest.map(|exam| (exam.part.root.name.clone(), exam.index)),
             nodes,
-            away: self.away(),
+            away: self.absent_nodes(),
             lacking: lacking.collect(),
             failures: failures.collect(),
             incidents: std::mem::take(&mut *lock(&self.reading.incidents)),

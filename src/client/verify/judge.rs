@@ -15,7 +15,7 @@ use crate::wire::calls::{ExamineAnswer, RecordName, SourceView};
 
 /// A part of a checkpoint that a node holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Held {
+pub enum HeldItem {
     /// A replica of a block, from 0.
     Replica(u8),
     /// A piece, from 0.
@@ -30,22 +30,22 @@ pub enum Held {
     Receipt,
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for HeldItem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Held::Replica(block) => write!(f, "replica of block {block}"),
-            Held::Piece(piece) => write!(f, "piece {piece}"),
-            Held::Leaves => f.write_str("list of stripes"),
-            Held::Mark => f.write_str("commit mark"),
-            Held::Record => f.write_str("record"),
-            Held::Receipt => f.write_str("receipt"),
+            HeldItem::Replica(block) => write!(f, "replica of block {block}"),
+            HeldItem::Piece(piece) => write!(f, "piece {piece}"),
+            HeldItem::Leaves => f.write_str("list of stripes"),
+            HeldItem::Mark => f.write_str("commit mark"),
+            HeldItem::Record => f.write_str("record"),
+            HeldItem::Receipt => f.write_str("receipt"),
         }
     }
 }
 
 /// A defect of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wrong {
+pub enum Problem {
     /// So many of its grains are damaged; the others are good.
     Grains(u64),
     /// The record does not parse, or the tail of the file is broken.
@@ -56,32 +56,32 @@ pub enum Wrong {
     Missing,
 }
 
-impl fmt::Display for Wrong {
+impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Wrong::Grains(1) => f.write_str("1 grain damaged"),
-            Wrong::Grains(many) => write!(f, "{many} grains damaged"),
-            Wrong::Damaged => f.write_str("damaged"),
-            Wrong::Other => f.write_str("not what was committed"),
-            Wrong::Missing => f.write_str("missing"),
+            Problem::Grains(1) => f.write_str("1 grain damaged"),
+            Problem::Grains(many) => write!(f, "{many} grains damaged"),
+            Problem::Damaged => f.write_str("damaged"),
+            Problem::Other => f.write_str("not what was committed"),
+            Problem::Missing => f.write_str("missing"),
         }
     }
 }
 
 /// A part that is not as it should be, on a node that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::client) struct FaultAt {
+pub(in crate::client) struct JudgedFault {
     pub node: NodeId,
-    pub held: Held,
-    pub wrong: Wrong,
+    pub held: HeldItem,
+    pub wrong: Problem,
 }
 
 /// The result of the examination of a stripe.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(in crate::client) struct StripeExam {
-    pub faults: Vec<FaultAt>,
+pub(in crate::client) struct StripeJudgement {
+    pub faults: Vec<JudgedFault>,
     /// Records that nodes lack, of which as many are there as the commit promised.
-    pub lacking: Vec<FaultAt>,
+    pub lacking: Vec<JudgedFault>,
     /// Files that are whole.
     pub good: BTreeSet<(NodeId, FileName)>,
     /// The nodes that answered.
@@ -94,11 +94,11 @@ pub(in crate::client) struct StripeExam {
 }
 
 /// Numbers of [`survivable_losses`] that were computed: stripes differ in their nodes, hardly in what these have.
-pub(in crate::client) type Known =
+pub(in crate::client) type KnownMargins =
     HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
 
 /// The records of a stripe, and the answers of its nodes.
-pub(in crate::client) struct Examined<'a> {
+pub(in crate::client) struct ExaminedStripe<'a> {
     pub root: &'a ShardRoot,
     /// The record, and its hash that the commit fixed; `None` when no node has it, and for a shard without a stripe.
     pub info: Option<(&'a StripeInfo, [u8; 32])>,
@@ -111,23 +111,23 @@ pub(in crate::client) struct Examined<'a> {
 
 /// A file that at least a part can be read from.
 #[derive(Clone, Copy)]
-struct Readable<'a> {
+struct ReadableFile<'a> {
     node: NodeId,
-    held: Held,
+    held: HeldItem,
     /// Whether it is to be dropped, or is left over.
     is_extra: bool,
     /// The damaged grains.
     damaged: Option<&'a GrainSet>,
 }
 
-impl Examined<'_> {
-    pub(in crate::client) fn judge(&self, known: &mut Known) -> StripeExam {
+impl ExaminedStripe<'_> {
+    pub(in crate::client) fn judge(&self, known: &mut KnownMargins) -> StripeJudgement {
         let answered = self.answers.keys().copied().collect();
-        let mut exam = StripeExam { answered, ..StripeExam::default() };
+        let mut exam = StripeJudgement { answered, ..StripeJudgement::default() };
         let readable = self.judge_files(&mut exam);
         let least_copies = self.judge_records(&mut exam);
         // Replicas of an archived stripe go at any time, and are read only where the pieces do not suffice.
-        let lasting: Vec<Readable<'_>> =
+        let lasting: Vec<ReadableFile<'_>> =
             readable.iter().filter(|file| !file.is_extra).copied().collect();
         let of_data =
             self.survivable(&lasting, known).or_else(|| self.survivable(&readable, known));
@@ -185,7 +185,7 @@ impl Examined<'_> {
         Some((u8::try_from(block).ok()?, info.root))
     }
 
-    fn judge_files(&self, exam: &mut StripeExam) -> Vec<Readable<'_>> {
+    fn judge_files(&self, exam: &mut StripeJudgement) -> Vec<ReadableFile<'_>> {
         let expected = self.expected();
         let coded = self.coded();
         let is_archived = matches!(self.state, StripeState::Archived { .. });
@@ -199,13 +199,13 @@ impl Examined<'_> {
                 let is_expected = expected.get(&(node, view.file));
                 let (held, root) = match view.file {
                     FileName::Replica { block } => match self.block(block.into()) {
-                        Some((_, root)) => (Held::Replica(block), Some(root)),
+                        Some((_, root)) => (HeldItem::Replica(block), Some(root)),
                         None if self.info.is_some() => continue,
-                        None => (Held::Replica(block), None),
+                        None => (HeldItem::Replica(block), None),
                     },
                     FileName::Piece { piece, attempt } => match &coded {
                         Some((counts, _)) if *counts == attempt => {
-                            (Held::Piece(piece), self.root_of_piece(piece))
+                            (HeldItem::Piece(piece), self.root_of_piece(piece))
                         }
                         // The piece belongs to an attempt that does not count.
                         _ => continue,
@@ -215,18 +215,18 @@ impl Examined<'_> {
                 let is_extra = is_archived && is_expected.is_none();
                 let wrong = judge_file(view, root);
                 if let Some(wrong) = wrong.filter(|_| !is_extra) {
-                    exam.faults.push(FaultAt { node, held, wrong });
+                    exam.faults.push(JudgedFault { node, held, wrong });
                 }
                 match wrong {
                     None => {
                         *good.entry(view.file).or_default() += usize::from(!is_extra);
                         exam.good.insert((node, view.file));
                     }
-                    Some(Wrong::Grains(_)) => {}
+                    Some(Problem::Grains(_)) => {}
                     Some(_) => continue,
                 }
                 let damaged = view.damaged.as_ref();
-                readable.push(Readable { node, held, is_extra, damaged });
+                readable.push(ReadableFile { node, held, is_extra, damaged });
             }
         }
         let mut copies: BTreeMap<FileName, usize> = BTreeMap::new();
@@ -237,10 +237,10 @@ impl Examined<'_> {
             let is_elsewhere = good.get(&file) >= copies.get(&file);
             if self.answers.contains_key(&node) && !there.contains(&(node, file)) && !is_elsewhere {
                 let held = match file {
-                    FileName::Replica { block } => Held::Replica(block),
-                    FileName::Piece { piece, .. } => Held::Piece(piece),
+                    FileName::Replica { block } => HeldItem::Replica(block),
+                    FileName::Piece { piece, .. } => HeldItem::Piece(piece),
                 };
-                exam.faults.push(FaultAt { node, held, wrong: Wrong::Missing });
+                exam.faults.push(JudgedFault { node, held, wrong: Problem::Missing });
             }
         }
         readable
@@ -253,90 +253,90 @@ impl Examined<'_> {
 
     /// Judges the records. Returns the number of good copies of the stripe's record, or of the leaves if these were examined, too, and have
     /// fewer.
-    fn judge_records(&self, exam: &mut StripeExam) -> usize {
-        let mut expected: Vec<(NodeId, Held, Option<[u8; 32]>)> = Vec::new();
+    fn judge_records(&self, exam: &mut StripeJudgement) -> usize {
+        let mut expected: Vec<(NodeId, HeldItem, Option<[u8; 32]>)> = Vec::new();
         let on_ring = self.root.ring.iter().map(|member| member.node);
         if self.with_shard {
             let digest = digest::of_root(self.root);
-            let both = [Held::Leaves, Held::Mark];
+            let both = [HeldItem::Leaves, HeldItem::Mark];
             expected.extend(on_ring.flat_map(|node| both.map(|held| (node, held, digest))));
         }
         if let Some((info, leaf)) = self.info {
-            expected.extend(info.places.iter().map(|&node| (node, Held::Record, Some(leaf))));
+            expected.extend(info.places.iter().map(|&node| (node, HeldItem::Record, Some(leaf))));
         }
         let mut named: BTreeSet<NodeId> = BTreeSet::new();
         if let Some(receipt) = self.receipt {
             let digest = digest::of_receipt(receipt);
             named.extend(receipt.pieces.iter().map(|piece| piece.node));
-            expected.extend(named.iter().map(|&node| (node, Held::Receipt, digest)));
+            expected.extend(named.iter().map(|&node| (node, HeldItem::Receipt, digest)));
         } else if let (StripeState::Archived { .. }, Some((info, _))) = (self.state, self.info) {
             // None is left to say who should have it.
             named.extend(&info.places);
-            expected.extend(named.iter().map(|&node| (node, Held::Receipt, None)));
+            expected.extend(named.iter().map(|&node| (node, HeldItem::Receipt, None)));
         }
-        let digests: HashMap<Held, Option<[u8; 32]>> =
+        let digests: HashMap<HeldItem, Option<[u8; 32]>> =
             expected.iter().map(|(_, held, digest)| (*held, *digest)).collect();
-        let mut copies: HashMap<Held, usize> = HashMap::new();
-        let mut there: Vec<(NodeId, Held)> = Vec::new();
+        let mut copies: HashMap<HeldItem, usize> = HashMap::new();
+        let mut there: Vec<(NodeId, HeldItem)> = Vec::new();
         for (&node, answer) in self.answers {
             for view in &answer.records {
                 exam.records += 1;
                 let Some(held) = self.held_record(view.record) else { continue };
                 // An earlier receipt of the attempt, on a node that was replaced.
-                if held == Held::Receipt && !named.contains(&node) {
+                if held == HeldItem::Receipt && !named.contains(&node) {
                     continue;
                 }
                 there.push((node, held));
                 let wrong = match view.digest {
-                    None => Wrong::Damaged,
+                    None => Problem::Damaged,
                     digest if digests.get(&held).is_none_or(|expected| *expected == digest) => {
                         *copies.entry(held).or_default() += 1;
                         continue;
                     }
-                    Some(_) => Wrong::Other,
+                    Some(_) => Problem::Other,
                 };
-                exam.faults.push(FaultAt { node, held, wrong });
+                exam.faults.push(JudgedFault { node, held, wrong });
             }
         }
         let copies = |held| copies.get(&held).copied().unwrap_or(0);
         for &(node, held, _) in &expected {
             if self.answers.contains_key(&node) && !there.contains(&(node, held)) {
-                let fault = FaultAt { node, held, wrong: Wrong::Missing };
+                let fault = JudgedFault { node, held, wrong: Problem::Missing };
                 // A node that was away, or took a place late, never gets some of them.
                 let has_enough = copies(held) >= self.promised(held);
                 if has_enough { &mut exam.lacking } else { &mut exam.faults }.push(fault);
             }
         }
-        let of_record = if self.has_stripe() { copies(Held::Record) } else { usize::MAX };
-        if self.with_shard { of_record.min(copies(Held::Leaves)) } else { of_record }
+        let of_record = if self.has_stripe() { copies(HeldItem::Record) } else { usize::MAX };
+        if self.with_shard { of_record.min(copies(HeldItem::Leaves)) } else { of_record }
     }
 
     /// How many nodes have a record at least when what it belongs to is committed (docs/semantics.md, 2).
-    fn promised(&self, held: Held) -> usize {
+    fn promised(&self, held: HeldItem) -> usize {
         let (n, k) = (usize::from(self.root.n), usize::from(self.root.k));
         match held {
-            Held::Leaves | Held::Mark => (self.root.ring.len() + 1).saturating_sub(k),
-            Held::Record => (n + 1).saturating_sub(k),
+            HeldItem::Leaves | HeldItem::Mark => (self.root.ring.len() + 1).saturating_sub(k),
+            HeldItem::Record => (n + 1).saturating_sub(k),
             _ => usize::MAX,
         }
     }
 
     /// The kind of a record, if it counts.
-    fn held_record(&self, record: RecordName) -> Option<Held> {
+    fn held_record(&self, record: RecordName) -> Option<HeldItem> {
         match record {
-            RecordName::Leaves => Some(Held::Leaves),
-            RecordName::Mark => Some(Held::Mark),
-            RecordName::Stripe { .. } => Some(Held::Record),
+            RecordName::Leaves => Some(HeldItem::Leaves),
+            RecordName::Mark => Some(HeldItem::Mark),
+            RecordName::Stripe { .. } => Some(HeldItem::Record),
             RecordName::Receipt { attempt, .. } => {
                 let counts = matches!(self.state, StripeState::Archived { attempt: of, .. } if of == attempt);
-                counts.then_some(Held::Receipt)
+                counts.then_some(HeldItem::Receipt)
             }
         }
     }
 
     /// How many more nodes may be lost, by the files alone. Grains of the same number are read together, whatever is damaged in others: so
     /// for each number in which a file is damaged, the files that are good there are judged, and the worst counts.
-    fn survivable(&self, readable: &[Readable<'_>], known: &mut Known) -> Option<usize> {
+    fn survivable(&self, readable: &[ReadableFile<'_>], known: &mut KnownMargins) -> Option<usize> {
         if !self.has_stripe() {
             return Some(usize::MAX);
         }
@@ -350,8 +350,9 @@ impl Examined<'_> {
         };
         let undamaged = (wanted_at(0), readable.iter().collect::<Vec<_>>());
         let at_grain = |grain| {
-            let is_good =
-                |file: &&Readable<'_>| file.damaged.is_none_or(|damaged| !damaged.contains(grain));
+            let is_good = |file: &&ReadableFile<'_>| {
+                file.damaged.is_none_or(|damaged| !damaged.contains(grain))
+            };
             (wanted_at(grain), readable.iter().filter(is_good).collect())
         };
         // In the classical code a replica is the systematic piece of the same number, and blocks past the shard's end are known.
@@ -364,9 +365,9 @@ impl Examined<'_> {
             for file in files {
                 let share = shares.entry(file.node).or_default();
                 match file.held {
-                    Held::Replica(block) if is_classical => share.pieces.push(block),
-                    Held::Replica(block) => share.blocks.push(block),
-                    Held::Piece(piece) => share.pieces.push(piece),
+                    HeldItem::Replica(block) if is_classical => share.pieces.push(block),
+                    HeldItem::Replica(block) => share.blocks.push(block),
+                    HeldItem::Piece(piece) => share.pieces.push(piece),
                     _ => {}
                 }
             }
@@ -390,14 +391,14 @@ impl Examined<'_> {
     }
 }
 
-fn judge_file(view: &SourceView, root: Option<[u8; 32]>) -> Option<Wrong> {
+fn judge_file(view: &SourceView, root: Option<[u8; 32]>) -> Option<Problem> {
     match (&view.content, &view.damaged) {
-        (None, _) => Some(Wrong::Damaged),
-        (Some((_, found)), _) if root.is_some_and(|root| root != *found) => Some(Wrong::Other),
+        (None, _) => Some(Problem::Damaged),
+        (Some((_, found)), _) if root.is_some_and(|root| root != *found) => Some(Problem::Other),
         (Some(_), None) => None,
         // It does not count, and no grain is known to be damaged: it cannot be opened, or not now.
-        (Some(_), Some(grains)) if grains.is_empty() => Some(Wrong::Damaged),
-        (Some(_), Some(grains)) => Some(Wrong::Grains(grains.len() as u64)),
+        (Some(_), Some(grains)) if grains.is_empty() => Some(Problem::Damaged),
+        (Some(_), Some(grains)) => Some(Problem::Grains(grains.len() as u64)),
     }
 }
 

@@ -3,5 +3,5 @@
 mod examine;
 mod judge;
 
-pub use examine::{Away, Fault, VerifyReport};
-pub use judge::{Held, Wrong};
+pub use examine::{AbsentNode, Fault, VerifyReport};
+pub use judge::{HeldItem, Problem};

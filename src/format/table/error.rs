@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::limits::MAX_QUOTED_CHARS;
 use super::path::PathError;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// The three sorts of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -257,14 +257,14 @@ pub enum TableError {
 impl TableError {
     /// Returns the kind of this failure. A version too new is not corruption: those bytes must be
     /// kept.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Magic
             | Self::Length { .. }
             | Self::Checksum { .. }
             | Self::Malformed { .. }
-            | Self::Contradiction(_) => Kind::Corrupt,
-            Self::Read { .. } => Kind::Io,
+            | Self::Contradiction(_) => ErrorKind::Corrupt,
+            Self::Read { .. } => ErrorKind::Io,
             Self::Path(error) => error.kind(),
             Self::Version { .. }
             | Self::Flags { .. }
@@ -282,7 +282,7 @@ impl TableError {
             | Self::UnknownForm { .. }
             | Self::Fragmented { .. }
             | Self::Disagreement { .. }
-            | Self::MixedHashes => Kind::Invalid,
+            | Self::MixedHashes => ErrorKind::Invalid,
         }
     }
 }

@@ -15,7 +15,7 @@
 use std::borrow::Cow;
 
 use super::limits::{MAX_PATH_BYTES, MAX_PATH_KEYS};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 const TEXT: u8 = 1;
 const INTEGER: u8 = 2;
@@ -75,10 +75,12 @@ pub enum PathError {
 
 impl PathError {
     /// Returns the kind of this failure.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::Empty | Self::TooDeep | Self::TooLong { .. } | Self::Text { .. } => Kind::Invalid,
-            Self::Encoding => Kind::Corrupt,
+            Self::Empty | Self::TooDeep | Self::TooLong { .. } | Self::Text { .. } => {
+                ErrorKind::Invalid
+            }
+            Self::Encoding => ErrorKind::Corrupt,
         }
     }
 }

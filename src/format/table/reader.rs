@@ -291,7 +291,7 @@ impl<R: ReadAt> TableReader<R> {
 /// are.
 fn contradiction(error: TableError) -> TableError {
     match error.kind() {
-        crate::kind::Kind::Invalid => TableError::Contradiction(Box::new(error)),
+        crate::kind::ErrorKind::Invalid => TableError::Contradiction(Box::new(error)),
         _ => error,
     }
 }

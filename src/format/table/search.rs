@@ -9,7 +9,7 @@ use super::coverage::{Area, Defect, find_defect};
 use super::error::{element_text, quoted};
 use super::rules::packed_bytes;
 use super::{ElementType, Form, Name, NameKind, Path, Region, Space, Table};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// A request for a part of one name.
 #[derive(Debug, Clone)]
@@ -136,15 +136,15 @@ pub enum SearchError {
 
 impl SearchError {
     /// Returns the kind of this failure.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::NoSuchName { .. } => Kind::NotFound,
-            Self::Uncovered { .. } | Self::Overlap { .. } => Kind::Corrupt,
+            Self::NoSuchName { .. } => ErrorKind::NotFound,
+            Self::Uncovered { .. } | Self::Overlap { .. } => ErrorKind::Corrupt,
             Self::Mismatch { .. }
             | Self::OutsideShape { .. }
             | Self::UnknownForm { .. }
             | Self::NotByteAligned { .. }
-            | Self::Fragmented { .. } => Kind::Invalid,
+            | Self::Fragmented { .. } => ErrorKind::Invalid,
         }
     }
 }

@@ -6,7 +6,7 @@ mod reference;
 mod rows;
 
 use super::*;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 pub(super) fn float32() -> ElementType {
     ElementType { name: "float32".into(), bits: 32, big_endian: false }
@@ -101,7 +101,11 @@ fn any_flipped_bit_any_missing_or_added_byte_is_refused() {
         for bit in 0..good.len() * 8 {
             let mut bad = good.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Table::parse(&bad).map_err(|e| e.kind()), Err(Kind::Corrupt), "bit {bit}");
+            assert_eq!(
+                Table::parse(&bad).map_err(|e| e.kind()),
+                Err(ErrorKind::Corrupt),
+                "bit {bit}"
+            );
         }
         for len in 0..good.len() {
             assert!(Table::parse(&good[..len]).is_err(), "cut to {len}");

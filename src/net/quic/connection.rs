@@ -7,7 +7,7 @@ use bytes::Bytes;
 use quinn::{ConnectionError, ReadError, TransportErrorCode, VarInt, WriteError};
 
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 
 /// A connection whose peer is proven.
 pub(super) struct QuicConnection {
@@ -28,7 +28,7 @@ impl QuicConnection {
         let error = NetError::Busy { peer: self.label.to_string() };
         let reason =
             "too many clients are connected to this node: try again later, or ask another node";
-        self.inner.close(Kind::Busy.wire_code().into(), reason.as_bytes());
+        self.inner.close(ErrorKind::Busy.wire_code().into(), reason.as_bytes());
         error
     }
 

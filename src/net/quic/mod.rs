@@ -28,7 +28,7 @@ use super::identity::{Identity, IdentityError, peer_of};
 use super::{ABANDONED, Address, Connection, NetError, Peer, Role, Transport, check_server, tls};
 use crate::clock::{Clock, deadline};
 use crate::id::ClusterId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use connection::{QuicConnection, connection_error};
 use refused::Refused;
 
@@ -258,7 +258,7 @@ fn prove(
 }
 
 fn refuse(connection: &quinn::Connection, error: &NetError) {
-    connection.close(Kind::Denied.wire_code().into(), error.to_string().as_bytes());
+    connection.close(ErrorKind::Denied.wire_code().into(), error.to_string().as_bytes());
 }
 
 /// Turns incoming attempts into proven connections, a bounded number at a time.

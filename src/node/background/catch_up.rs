@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use super::retry::{grown, look};
+use super::retry::{backoff, scan_interval};
 use crate::catalogue::Catalogue;
-use crate::catalogue::key_scan::Walk;
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::map::REVISIONS_PER_EPOCH;
 use crate::catalogue::records::{
     CHECKPOINTS, NODES, NOTHING_FORGOTTEN, ORPHANS, parse, read, root_key,
@@ -22,20 +22,20 @@ use crate::format::records::{
     Standing, Writing,
 };
 use crate::id::{Epoch, PeerName, SaveId, ShardId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
 use crate::node::catalogue_server::cluster_inventory::node_address;
 use crate::node::quorum::Quorum;
-use crate::node::rpc::failure::failure;
+use crate::node::rpc::failure::remote_error;
 use crate::node::storage::fencing::marked_save;
 use crate::node::storage::inventory;
 use crate::store::{Store, StoreError};
-use crate::wire::Failure;
-use crate::wire::calls::{CatchUp, ListGraves, PutMark, StandingAnswer};
+use crate::wire::RemoteError;
+use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
 
 /// Removed saves in one page.
-const GRAVES_PER_PAGE: usize = 4096;
+const REMOVED_PER_PAGE: usize = 4096;
 /// One page of them comes within this.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
 /// Saves with damaged marks that a node names; with more it is no witness of anything.
@@ -62,21 +62,21 @@ impl CatchingUp {
 
 /// The saves that this node has a good mark of, and the codes in those.
 #[derive(Default)]
-struct Marked {
+struct LocalMarks {
     saves: BTreeSet<SaveId>,
     codes: BTreeSet<(u8, u8)>,
 }
 
 impl Node {
     /// Catches up when it has registered, and again whenever that is due.
-    pub(in crate::node) async fn keep_caught_up(self: Arc<Self>) {
+    pub(in crate::node) async fn run_catch_up(self: Arc<Self>) {
         if !self.settings.storage {
             return;
         }
-        let look = look(self.settings.lease);
+        let look = scan_interval(self.settings.lease);
         let mut failures = 0;
         loop {
-            let wait = grown(look, failures).clamp(look, LONGEST_WAIT);
+            let wait = backoff(look, failures).clamp(look, LONGEST_WAIT);
             tokio::select! {
                 () = self.catching_up.now.notified() => {}
                 () = self.clock.sleep(wait) => {}
@@ -98,7 +98,7 @@ impl Node {
     /// Compares this node's entry in the list of nodes with its note: a node that was taken off the list has missed commits and removals
     /// since. A rebuilt map has other entries for all nodes; a node keeps its note then, because a rebuild lists only nodes that were on the
     /// list.
-    pub(in crate::node) async fn check_registration(&self) -> Result<(), Failure> {
+    pub(in crate::node) async fn check_registration(&self) -> Result<(), RemoteError> {
         let noted = self.on_store(|store| Ok::<_, StoreError>(store.caught_up_as())).await?;
         let Some(noted) = noted else { return Ok(()) };
         let registered = self.registration().await?;
@@ -115,46 +115,46 @@ impl Node {
     }
 
     /// The revision of this node's entry in the catalogue.
-    async fn registration(&self) -> Result<Option<u64>, Failure> {
+    async fn registration(&self) -> Result<Option<u64>, RemoteError> {
         let key = format!("{NODES}{}", self.settings.name);
         Ok(self.catalogue().get(&key).await?.map(|entry| entry.revision))
     }
 
-    pub(in crate::node) async fn catch_up_for(&self, call: CatchUp) -> Result<(), Failure> {
+    pub(in crate::node) async fn catch_up_for(&self, call: CatchUp) -> Result<(), RemoteError> {
         self.catch_up(call.without.as_ref()).await
     }
 
     /// Keys first, then graves: a removal that is forgotten before its key is read has left its graves by then.
-    async fn catch_up(&self, without: Option<&PeerName>) -> Result<(), Failure> {
+    async fn catch_up(&self, without: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.alone.lock().await;
         let catalogue = self.catalogue();
         let epoch = catalogue.epoch();
         let not_registered = || {
             let text = format!("node {} is not registered", self.settings.name);
-            failure(Kind::Unavailable, text)
+            remote_error(ErrorKind::Unavailable, text)
         };
         let registered = self.registration().await?.ok_or_else(not_registered)?;
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != without).collect();
         let is_complete =
-            || async { Ok::<_, Failure>(catalogue.get(NOTHING_FORGOTTEN).await?.is_some()) };
+            || async { Ok::<_, RemoteError>(catalogue.get(NOTHING_FORGOTTEN).await?.is_some()) };
         // Before the steps are read: a node that cannot catch up now need not read them again and again.
         let witnesses = match is_complete().await? {
             true => None,
             false => Some(self.witnesses(&nodes, epoch).await?),
         };
-        let marked = self.on_store(marked).await?;
-        let committed = self.keep_what_is_committed(&*catalogue, epoch, &marked.saves).await?;
+        let marked = self.on_store(local_marks).await?;
+        let committed = self.mark_committed_saves(&*catalogue, epoch, &marked.saves).await?;
         match witnesses {
             Some(witnesses) => {
-                let heard = self.gather_graves(&witnesses, epoch, &committed).await?;
+                let heard = self.fetch_removed_saves(&witnesses, epoch, &committed).await?;
                 self.check_witnesses(&nodes, &heard, &marked.codes)?;
             }
             None if is_complete().await? => {}
             None => {
                 let text =
                     "a removal was forgotten meanwhile: what was removed is asked of the others";
-                return Err(failure(Kind::Busy, text));
+                return Err(remote_error(ErrorKind::Busy, text));
             }
         }
         if self.registration().await? != Some(registered) {
@@ -169,19 +169,19 @@ impl Node {
     }
 
     /// Keeps a mark of each save that is committed or decided, and a grave of each that is being removed. Returns the former.
-    async fn keep_what_is_committed(
+    async fn mark_committed_saves(
         &self,
         catalogue: &dyn Catalogue,
         epoch: Epoch,
         marked: &BTreeSet<SaveId>,
-    ) -> Result<BTreeSet<SaveId>, Failure> {
+    ) -> Result<BTreeSet<SaveId>, RemoteError> {
         let (mut wanted, mut removed) = (BTreeSet::new(), Vec::new());
         let mut note = |removing: &Removing| {
             if removing.reason != RemoveReason::Aborted {
                 removed.push(removing.save);
             }
         };
-        let mut checkpoints = Walk::over(catalogue, CHECKPOINTS);
+        let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             checkpoint.removing.iter().for_each(&mut note);
@@ -192,25 +192,25 @@ impl Node {
             for saved in checkpoint.committed.into_iter().chain(decided) {
                 wanted.insert(saved.save);
                 if !marked.contains(&saved.save) {
-                    self.mark_here(catalogue, epoch, saved).await?;
+                    self.put_mark_locally(catalogue, epoch, saved).await?;
                 }
             }
         }
-        let mut orphans = Walk::over(catalogue, ORPHANS);
+        let mut orphans = KeyScan::over(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
             note(&parse(&key, &entry.value)?);
         }
-        self.entomb_here(removed, epoch).await?;
+        self.record_removed_locally(removed, epoch).await?;
         Ok(wanted)
     }
 
     /// One mark of a save, of its first shard.
-    async fn mark_here(
+    async fn put_mark_locally(
         &self,
         catalogue: &dyn Catalogue,
         epoch: Epoch,
         saved: Saved,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         // Without a root it has been removed and forgotten since its step was read.
         let Some((root, _)) = read::<ShardRoot>(catalogue, &root_key(saved.save, 0)).await? else {
             return Ok(());
@@ -219,7 +219,7 @@ impl Node {
         let mark = CommitMark { cluster: self.settings.cluster, saved, root };
         match self.put_mark(PutMark { bytes: mark.to_bytes()?, epoch }).await {
             // The save was removed meanwhile, or the epoch is over: in that case nothing is noted in the end.
-            Err(error) if error.kind == Kind::Fenced => {
+            Err(error) if error.kind == ErrorKind::Fenced => {
                 tracing::info!(%save, %error, "not marked here");
                 Ok(())
             }
@@ -235,10 +235,10 @@ impl Node {
         &self,
         nodes: &[NodeRecord],
         epoch: Epoch,
-    ) -> Result<Vec<(NodeRecord, StandingAnswer)>, Failure> {
+    ) -> Result<Vec<(NodeRecord, StandingAnswer)>, RemoteError> {
         let others: Vec<NodeRecord> =
             nodes.iter().filter(|node| node.name != self.settings.name).cloned().collect();
-        let mut answers = self.standings(&others).await;
+        let mut answers = self.fetch_standings(&others).await;
         for (node, answer) in &answers {
             let text = match answer {
                 older if is_of_an_older_program(older) => {
@@ -249,9 +249,9 @@ impl Node {
                 }
                 _ => continue,
             };
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
-        answers.push((self.record(), self.standing().await?));
+        answers.push((self.record(), self.get_standing().await?));
         answers.retain(|(node, _)| node.storage);
         Ok(answers)
     }
@@ -259,18 +259,18 @@ impl Node {
     /// Collects removals from the other storage nodes, except of saves that were `committed` when the steps were read: such a removal was
     /// undone by a rebuild, or began later and will reach this node itself. Returns the witnesses that told all of theirs and say the same
     /// of themselves afterwards as before.
-    async fn gather_graves(
+    async fn fetch_removed_saves(
         &self,
         witnesses: &[(NodeRecord, StandingAnswer)],
         epoch: Epoch,
         committed: &BTreeSet<SaveId>,
-    ) -> Result<Vec<(NodeRecord, StandingAnswer)>, Failure> {
+    ) -> Result<Vec<(NodeRecord, StandingAnswer)>, RemoteError> {
         let mut told: Vec<NodeRecord> = Vec::new();
         for (node, _) in witnesses {
             if node.name == self.settings.name {
                 continue;
             }
-            match self.keep_graves_of(node, epoch, committed).await {
+            match self.copy_removed_saves(node, epoch, committed).await {
                 Ok(()) => told.push(node.clone()),
                 Err(error) => {
                     tracing::info!(node = %node.name, %error, "its removals are not known");
@@ -292,53 +292,60 @@ impl Node {
         nodes: &[NodeRecord],
         heard: &[(NodeRecord, StandingAnswer)],
         codes: &BTreeSet<(u8, u8)>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let mut quorum = Quorum::of_list(nodes, heard);
         quorum.bound(codes.iter().chain(&self.settings.codes).copied());
         let is_heard = |name: &PeerName| heard.iter().any(|(node, _)| node.name == *name);
         let is_all = nodes.iter().all(|node| !node.storage || is_heard(&node.name));
         match quorum.check(is_heard) {
-            Err(too_few) if !is_all => Err(failure(Kind::Unavailable, too_few.to_string())),
+            Err(too_few) if !is_all => {
+                Err(remote_error(ErrorKind::Unavailable, too_few.to_string()))
+            }
             _ => Ok(()),
         }
     }
 
-    async fn keep_graves_of(
+    async fn copy_removed_saves(
         &self,
         node: &NodeRecord,
         epoch: Epoch,
         committed: &BTreeSet<SaveId>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let mut after = None;
         loop {
             let to = address(&node_address(node));
-            let mut page = self.caller.call_within(&to, &ListGraves { after }, PAGE_LIMIT).await?;
+            let mut page =
+                self.caller.call_within(&to, &ListRemovedSaves { after }, PAGE_LIMIT).await?;
             // A page goes on behind the one before; anything else would never end.
             let last = page.last().copied().filter(|last| after.is_none_or(|after| *last > after));
             let Some(last) = last else { return Ok(()) };
             after = Some(last);
             page.retain(|save| !committed.contains(save));
-            self.entomb_here(page, epoch).await?;
+            self.record_removed_locally(page, epoch).await?;
         }
     }
 
     /// Adds removed saves to the graves of this node, while `epoch` is not over; their files here, if there are any, wait for a sweep.
-    async fn entomb_here(&self, saves: Vec<SaveId>, epoch: Epoch) -> Result<(), Failure> {
+    async fn record_removed_locally(
+        &self,
+        saves: Vec<SaveId>,
+        epoch: Epoch,
+    ) -> Result<(), RemoteError> {
         let removed = saves.clone();
-        self.on_store(move |store| store.entomb_all(epoch, removed)).await?;
+        self.on_store(move |store| store.record_all_removed(epoch, removed)).await?;
         saves.into_iter().for_each(|save| self.cache_tombstone(save, true));
         Ok(())
     }
 
-    pub(in crate::node) async fn list_graves(
+    pub(in crate::node) async fn list_removed_saves(
         &self,
-        call: ListGraves,
-    ) -> Result<Vec<SaveId>, Failure> {
-        self.on_store(move |store| graves(store, call.after, GRAVES_PER_PAGE)).await
+        call: ListRemovedSaves,
+    ) -> Result<Vec<SaveId>, RemoteError> {
+        self.on_store(move |store| local_removed_saves(store, call.after, REMOVED_PER_PAGE)).await
     }
 
-    pub(in crate::node) async fn damaged_marks(&self) -> Result<Vec<SaveId>, Failure> {
-        let damaged = self.on_store(inventory::damaged_marks).await?;
+    pub(in crate::node) async fn list_damaged_marks(&self) -> Result<Vec<SaveId>, RemoteError> {
+        let damaged = self.on_store(inventory::find_damaged_marks).await?;
         if !damaged.is_empty() {
             tracing::warn!(
                 saves = damaged.len(),
@@ -348,7 +355,7 @@ impl Node {
         }
         if damaged.len() > MAX_DAMAGED {
             let text = format!("commit marks of {} saves do not parse here", damaged.len());
-            return Err(failure(Kind::Corrupt, text));
+            return Err(remote_error(ErrorKind::Corrupt, text));
         }
         Ok(damaged)
     }
@@ -359,8 +366,8 @@ fn is_of_an_older_program(answer: &StandingAnswer) -> bool {
 }
 
 /// Returns the saves of which a good mark is here. One that cannot be read is none: it is written again.
-fn marked(store: &Store) -> Result<Marked, StoreError> {
-    let mut marked = Marked::default();
+fn local_marks(store: &Store) -> Result<LocalMarks, StoreError> {
+    let mut marked = LocalMarks::default();
     for shard in store.shards(None)? {
         if let Ok(Some(found)) = marked_save(store, shard) {
             marked.saves.insert(found.saved.save);
@@ -372,7 +379,11 @@ fn marked(store: &Store) -> Result<Marked, StoreError> {
 
 /// Returns removed saves, in order, whether their files are swept here or not. Tombstones are read first: a sweep that ends in between
 /// leaves a grave before it takes the tombstone.
-fn graves(store: &Store, after: Option<SaveId>, limit: usize) -> Result<Vec<SaveId>, StoreError> {
+fn local_removed_saves(
+    store: &Store,
+    after: Option<SaveId>,
+    limit: usize,
+) -> Result<Vec<SaveId>, StoreError> {
     let mut saves = BTreeSet::new();
     let from = after.map(|after| ShardId::new(after, u32::MAX));
     for shard in store.shards(from)?.filter(|shard| shard.index() == u32::MAX) {
@@ -380,6 +391,6 @@ fn graves(store: &Store, after: Option<SaveId>, limit: usize) -> Result<Vec<Save
             saves.insert(shard.save());
         }
     }
-    saves.extend(store.list_graves(after, limit)?);
+    saves.extend(store.list_removed(after, limit)?);
     Ok(saves.into_iter().take(limit).collect())
 }

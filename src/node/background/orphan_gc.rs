@@ -6,17 +6,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::retry::grown;
-use crate::catalogue::key_scan::Walk;
+use super::retry::backoff;
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::records::{CHECKPOINTS, NODES, ORPHANS, ROOTS, STATES, orphan_key, parse};
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::node::Node;
 use crate::node::catalogue_server::cluster_inventory::node_address;
-use crate::node::gateway::removal::note_forgotten;
-use crate::wire::Failure;
-use crate::wire::calls::Buried;
+use crate::node::gateway::removal::record_forgotten;
+use crate::wire::RemoteError;
+use crate::wire::calls::FindRemovedSaves;
 
 /// Saves without a step that are judged in one round.
 const JUDGED_A_ROUND: usize = 16;
@@ -25,23 +25,23 @@ const COMPARED_A_ROUND: usize = 1;
 
 /// Nodes whose saves were compared with the catalogue of an epoch, and those of their saves that wait for a judgement.
 #[derive(Default)]
-struct Compared {
+struct InventoryCursor {
     epoch: Epoch,
     /// With the revision of its record: one that has left the list and come back has another.
     nodes: BTreeMap<PeerName, u64>,
-    waiting: BTreeMap<SaveId, Unknown>,
+    waiting: BTreeMap<SaveId, UnknownSave>,
 }
 
 /// A save that a node holds and no step has; when it is judged, and how often it was.
 #[derive(Default)]
-struct Unknown {
+struct UnknownSave {
     looks: u32,
     due: Duration,
 }
 
 /// Why a save that no step has is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::node) enum Kept {
+pub(in crate::node) enum RetainReason {
     /// It has a mark: a rebuild with the nodes that have the rest of it brings it back.
     Marked,
     /// Nobody has a mark, and nothing says that it was given up.
@@ -50,7 +50,7 @@ pub(in crate::node) enum Kept {
     Unasked,
 }
 
-impl fmt::Display for Kept {
+impl fmt::Display for RetainReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Marked => {
@@ -66,30 +66,30 @@ impl fmt::Display for Kept {
 
 /// How far the keys of shards were looked at.
 #[derive(Default)]
-struct Strays {
+struct StrayKeyScan {
     after: [Option<String>; 2],
 }
 
 /// What is to become of a save that no step has.
-enum Fate {
+enum OrphanVerdict {
     Goes(RemoveReason),
-    Stays(Kept),
+    Stays(RetainReason),
 }
 
 impl Node {
     /// Once per lease period, while this daemon hosts the catalogue.
-    pub(in crate::node) async fn keep_orphans(self: Arc<Self>) {
-        let (mut compared, mut strays) = (Compared::default(), Strays::default());
+    pub(in crate::node) async fn run_orphan_gc(self: Arc<Self>) {
+        let (mut compared, mut strays) = (InventoryCursor::default(), StrayKeyScan::default());
         loop {
             self.clock.sleep(self.settings.lease).await;
-            if !self.serves() {
+            if !self.serves_catalogue() {
                 continue;
             }
             let catalogue = self.catalogue();
-            if let Err(error) = self.forget_strays(&*catalogue, &mut strays).await {
+            if let Err(error) = self.forget_stray_keys(&*catalogue, &mut strays).await {
                 tracing::warn!(%error, "taking away keys that no step has");
             }
-            if let Err(error) = self.compare_holdings(&*catalogue, &mut compared).await {
+            if let Err(error) = self.compare_with_catalogue(&*catalogue, &mut compared).await {
                 tracing::warn!(%error, "comparing what nodes hold with the catalogue");
             }
             if let Err(error) = self.collect_orphans(&*catalogue).await {
@@ -102,19 +102,19 @@ impl Node {
     /// without a node does not know what is there. A save that no step has is an orphan when some node has buried
     /// it. When all say that it has no mark it is one in a rebuilt catalogue, which began without what was never decided; in the first
     /// epoch nothing explains it, and it is kept. Nothing goes because the catalogue does not know it.
-    async fn compare_holdings(
+    async fn compare_with_catalogue(
         &self,
         catalogue: &dyn Catalogue,
-        compared: &mut Compared,
-    ) -> Result<(), Failure> {
+        compared: &mut InventoryCursor,
+    ) -> Result<(), RemoteError> {
         let epoch = catalogue.epoch();
         if compared.epoch != epoch {
-            *compared = Compared { epoch, ..Compared::default() };
-            self.kept().clear();
+            *compared = InventoryCursor { epoch, ..InventoryCursor::default() };
+            self.retained().clear();
         }
         let mut storage: Vec<NodeRecord> = Vec::new();
         let mut fresh = Vec::new();
-        let mut nodes = Walk::over(catalogue, NODES);
+        let mut nodes = KeyScan::over(catalogue, NODES);
         while let Some((key, entry)) = nodes.next().await? {
             let node: NodeRecord = parse(&key, &entry.value)?;
             if node.storage {
@@ -143,26 +143,28 @@ impl Node {
         let due = compared.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
         let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
         for save in due {
-            let reason = match self.fate(&storage, save).await {
-                Fate::Goes(RemoveReason::Aborted) if epoch <= Epoch(1) => Err(Kept::Unmarked),
-                Fate::Goes(reason) => Ok(reason),
-                Fate::Stays(why) => Err(why),
+            let reason = match self.judge_orphan(&storage, save).await {
+                OrphanVerdict::Goes(RemoveReason::Aborted) if epoch <= Epoch(1) => {
+                    Err(RetainReason::Unmarked)
+                }
+                OrphanVerdict::Goes(reason) => Ok(reason),
+                OrphanVerdict::Stays(why) => Err(why),
             };
             match reason {
                 Ok(reason) => {
                     let generation = Generation { epoch, counter: 0 };
                     let bytes = Removing { save, generation, reason }.to_bytes()?;
-                    catalogue.set(&orphan_key(save), None, Some(bytes)).await?;
+                    catalogue.compare_and_set(&orphan_key(save), None, Some(bytes)).await?;
                     compared.waiting.remove(&save);
-                    self.kept().remove(&save);
+                    self.retained().remove(&save);
                 }
                 Err(why) => {
-                    if self.kept().insert(save, why) != Some(why) {
+                    if self.retained().insert(save, why) != Some(why) {
                         tracing::warn!(%save, %why, "a save that no step has is kept");
                     }
                     let unknown = compared.waiting.entry(save).or_default();
                     unknown.looks = unknown.looks.saturating_add(1);
-                    unknown.due = now.saturating_add(grown(self.settings.lease, unknown.looks));
+                    unknown.due = now.saturating_add(backoff(self.settings.lease, unknown.looks));
                 }
             }
         }
@@ -171,11 +173,11 @@ impl Node {
 
     /// Takes away roots and states of saves that no step has, a page of each a round. A gateway that was paused in a seal makes them after the
     /// save is removed and forgotten; it takes them back itself, unless it dies.
-    async fn forget_strays(
+    async fn forget_stray_keys(
         &self,
         catalogue: &dyn Catalogue,
-        strays: &mut Strays,
-    ) -> Result<(), Failure> {
+        strays: &mut StrayKeyScan,
+    ) -> Result<(), RemoteError> {
         let mut found = Vec::new();
         for (prefix, after) in [ROOTS, STATES].into_iter().zip(&mut strays.after) {
             let page = catalogue.list(prefix, after.as_deref(), MAX_PAGE).await?;
@@ -194,50 +196,50 @@ impl Node {
         for (save, key, entry) in found {
             if !known.contains(&save) {
                 tracing::info!(%save, key, "a key of a save that no step has is taken away");
-                catalogue.set(&key, Some(entry.revision), None).await?;
+                catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
             }
         }
         Ok(())
     }
 
-    async fn fate(&self, storage: &[NodeRecord], save: SaveId) -> Fate {
+    async fn judge_orphan(&self, storage: &[NodeRecord], save: SaveId) -> OrphanVerdict {
         for node in storage {
-            let call = Buried { saves: vec![save] };
+            let call = FindRemovedSaves { saves: vec![save] };
             let buried = self.caller.call(&node_address(node), &call).await;
             if buried.is_ok_and(|buried| !buried.is_empty()) {
-                return Fate::Goes(RemoveReason::Deleted);
+                return OrphanVerdict::Goes(RemoveReason::Deleted);
             }
         }
-        match self.is_marked(storage, save).await {
-            Some(true) => Fate::Stays(Kept::Marked),
-            Some(false) => Fate::Goes(RemoveReason::Aborted),
-            None => Fate::Stays(Kept::Unasked),
+        match self.is_marked_on_any(storage, save).await {
+            Some(true) => OrphanVerdict::Stays(RetainReason::Marked),
+            Some(false) => OrphanVerdict::Goes(RemoveReason::Aborted),
+            None => OrphanVerdict::Stays(RetainReason::Unasked),
         }
     }
 
     /// Goes on with them, as far as that goes now. One stays on the list until every node has removed it.
-    async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), Failure> {
+    async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), RemoteError> {
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<_> = nodes.filter(|node| node.storage).collect();
-        let mut orphans = Walk::over(catalogue, ORPHANS);
+        let mut orphans = KeyScan::over(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
             let mut removing: Removing = parse(&key, &entry.value)?;
             // That nobody has a mark is evidence only when everybody has said so; that somebody has buried it always is.
             if removing.reason == RemoveReason::Aborted {
-                match self.fate(&storage, removing.save).await {
-                    Fate::Goes(reason) => removing.reason = reason,
-                    Fate::Stays(why) => {
+                match self.judge_orphan(&storage, removing.save).await {
+                    OrphanVerdict::Goes(reason) => removing.reason = reason,
+                    OrphanVerdict::Stays(why) => {
                         tracing::info!(save = %removing.save, %why, "an orphan is kept");
-                        self.kept().insert(removing.save, why);
+                        self.retained().insert(removing.save, why);
                         continue;
                     }
                 }
-                self.kept().remove(&removing.save);
+                self.retained().remove(&removing.save);
             }
-            match self.removal_of_orphan(&removing).await {
+            match self.finish_orphan_removal(&removing).await {
                 Ok(true) => {
-                    note_forgotten(catalogue).await?;
-                    catalogue.set(&key, Some(entry.revision), None).await?;
+                    record_forgotten(catalogue).await?;
+                    catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
                 }
                 Ok(false) => {}
                 Err(error) => {
@@ -250,16 +252,16 @@ impl Node {
 }
 
 /// The saves that a step's record has, or that are orphans already.
-async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, Failure> {
+async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, RemoteError> {
     let mut known = BTreeSet::new();
-    let mut checkpoints = Walk::over(catalogue, CHECKPOINTS);
+    let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);
     while let Some((key, entry)) = checkpoints.next().await? {
         let checkpoint: Checkpoint = parse(&key, &entry.value)?;
         known.extend(checkpoint.committed.map(|saved| saved.save));
         known.extend(checkpoint.removing.iter().map(|removing| removing.save));
         known.extend(checkpoint.writing.map(|writing| writing.save()));
     }
-    let mut orphans = Walk::over(catalogue, ORPHANS);
+    let mut orphans = KeyScan::over(catalogue, ORPHANS);
     while let Some((key, entry)) = orphans.next().await? {
         known.insert(parse::<Removing>(&key, &entry.value)?.save);
     }

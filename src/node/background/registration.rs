@@ -8,21 +8,21 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 
-use super::retry::{grown, look, renewal};
-use crate::catalogue::key_scan::Walk;
+use super::retry::{backoff, renewal_interval, scan_interval};
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::records::{ARCHIVINGS, Archiving, NODES, parse, parse_archiving_key};
 use crate::catalogue::{Catalogue, SetOutcome};
-use crate::id::{LeaseId, MapId};
-use crate::kind::Kind;
+use crate::id::{DbId, LeaseId};
+use crate::kind::ErrorKind;
 use crate::net::{Peer, Role};
 use crate::node::catalogue_server::cluster_inventory::node_address;
-use crate::node::rpc::failure::failure;
-use crate::node::{MAX_MET, Node};
-use crate::wire::Failure;
+use crate::node::rpc::failure::remote_error;
+use crate::node::{MAX_INTRODUCED, Node};
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    CatalogueGet, CatalogueList, CatalogueSet, Hello, HelloAnswer, LeaseRevoke, LeaseTouch,
-    NodeStatusAnswer, Register, RegisterAnswer, SetAnswer,
+    CompareAndSetAnswer, CompareAndSetKey, GetKey, Hello, HelloAnswer, ListKeys, NodeStatusAnswer,
+    RegisterAnswer, RegisterNode, RevokeLease, TouchLease,
 };
 
 /// Archivings that one daemon takes over at once.
@@ -33,7 +33,7 @@ const INTRODUCED: usize = 32;
 const LEAST_RENEWAL: Duration = Duration::from_millis(50);
 
 /// An archiving that nobody is at, as this node has met it.
-struct Met {
+struct Observed {
     revision: u64,
     at: Duration,
 }
@@ -43,13 +43,13 @@ impl Node {
         &self,
         call: Hello,
         peer: &Peer,
-    ) -> Result<HelloAnswer, Failure> {
+    ) -> Result<HelloAnswer, RemoteError> {
         if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
         {
             // Who has noted an epoch without its home may know nobody else to ask.
-            self.remote.know([node_address(&node)]);
-            let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
-            if met.len() < MAX_MET || met.contains_key(&node.name) {
+            self.remote.add_endpoints([node_address(&node)]);
+            let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
+            if met.len() < MAX_INTRODUCED || met.contains_key(&node.name) {
                 met.insert(node.name.clone(), node);
             }
         }
@@ -57,14 +57,14 @@ impl Node {
             cluster: self.settings.cluster,
             node: self.settings.name.clone(),
             epoch: self.store.epoch(),
-            map: self.store.map(),
+            map: self.store.last_db_id(),
             revision: self.store.revision(),
-            catalogue: self.catalogue_home(),
+            catalogue: self.catalogue_address(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         })
     }
 
-    pub(in crate::node) async fn status(&self) -> Result<NodeStatusAnswer, Failure> {
+    pub(in crate::node) async fn get_node_status(&self) -> Result<NodeStatusAnswer, RemoteError> {
         let totals = self.store.totals();
         let space = self.store.space()?;
         let budgets = [
@@ -74,7 +74,7 @@ impl Node {
             ("control", &self.budgets.control),
             ("requests", &self.budgets.requests),
         ];
-        let notes = self.notes(totals.quarantined).await?;
+        let notes = self.warnings(totals.quarantined).await?;
         Ok(NodeStatusAnswer {
             replicas: (totals.replica_files, totals.replica_bytes),
             pieces: (totals.piece_files, totals.piece_bytes),
@@ -88,7 +88,7 @@ impl Node {
                 .to_vec(),
             peak_memory_bytes: crate::clock::peak_memory_bytes(),
             segmentation_offload: self.segmentation_offload,
-            catalogue: self.hosted_catalogue().is_some(),
+            catalogue: self.local_catalogue().is_some(),
             notes,
         })
     }
@@ -101,14 +101,14 @@ impl Node {
         let mut members = None;
         loop {
             let mut lease = self.settings.lease;
-            let registered = match self.may_have_left_the_list(last) {
+            let registered = match self.may_be_unregistered(last) {
                 true => self.register_here().await,
-                false => self.catalogue().register(&self.record()).await.map_err(Failure::from),
+                false => self.catalogue().register(&self.record()).await.map_err(RemoteError::from),
             };
             // A home that hears too few nodes registers none, and answers readers all the same.
             let key = format!("{NODES}{}", self.settings.name);
             let answers = registered.is_ok() || self.catalogue().get(&key).await.is_ok();
-            self.away.heard(answers);
+            self.outage_reader.set_answering(answers);
             match registered {
                 Ok(answer) => {
                     if last.is_some_and(|(_, map)| map != answer.map)
@@ -119,11 +119,11 @@ impl Node {
                     last = Some((self.clock.now(), answer.map));
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     let noted =
-                        self.on_store(move |store| store.note_map(answer.epoch, answer.map));
+                        self.on_store(move |store| store.note_db_id(answer.epoch, answer.map));
                     match noted.await {
                         Ok(()) => {
-                            self.hosting.follows();
-                            self.remote.expect(answer.epoch, Some(answer.map));
+                            self.catalogue_server.step_down();
+                            self.remote.set_expected_epoch(answer.epoch, Some(answer.map));
                             // The list is stored before the revision, so that it is never older than the revision that this node reports.
                             if members != Some((answer.map, answer.members)) {
                                 match self.remember_members().await {
@@ -152,7 +152,7 @@ impl Node {
                     }
                     if !has_registered {
                         self.catching_up.is_due();
-                        self.spawn(Self::introduce);
+                        self.spawn(Self::introduce_itself);
                     }
                     (told, has_registered) = (true, true);
                 }
@@ -161,19 +161,19 @@ impl Node {
                     told = false;
                 }
             }
-            self.runs.give_back_unused();
-            self.clock.sleep(renewal(lease).max(LEAST_RENEWAL)).await;
+            self.executor.release_unused();
+            self.clock.sleep(renewal_interval(lease).max(LEAST_RENEWAL)).await;
         }
     }
 
     /// Whether somebody may have taken this node off the list since its `last` registration: only a node whose lease is over leaves it.
-    fn may_have_left_the_list(&self, last: Option<(Duration, MapId)>) -> bool {
-        let is_safe = |(at, _): (Duration, MapId)| self.clock.now() < at + self.settings.lease / 2;
+    fn may_be_unregistered(&self, last: Option<(Duration, DbId)>) -> bool {
+        let is_safe = |(at, _): (Duration, DbId)| self.clock.now() < at + self.settings.lease / 2;
         !last.is_some_and(is_safe)
     }
 
     /// Tells some of the others who this node is. They read the list of nodes seconds later, and the catalogue may be gone by then.
-    async fn introduce(self: Arc<Self>) {
+    async fn introduce_itself(self: Arc<Self>) {
         let Ok(nodes) = self.catalogue().nodes().await else { return };
         let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
         // Each node tells those that follow it, so that the work is shared evenly.
@@ -185,7 +185,7 @@ impl Node {
     }
 
     /// Registers, and finds out whether this node was off the list before.
-    pub(in crate::node) async fn register_here(&self) -> Result<RegisterAnswer, Failure> {
+    pub(in crate::node) async fn register_here(&self) -> Result<RegisterAnswer, RemoteError> {
         self.check_registration().await?;
         let answer = self.catalogue().register(&self.record()).await?;
         self.check_registration().await?;
@@ -193,11 +193,11 @@ impl Node {
     }
 
     /// Looks for work that others left, again and again.
-    pub(in crate::node) async fn keep_looking(self: Arc<Self>) {
+    pub(in crate::node) async fn run_takeover(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
         let mut met = HashMap::new();
         loop {
-            self.clock.sleep(look(self.settings.lease)).await;
+            self.clock.sleep(scan_interval(self.settings.lease)).await;
             match self.take_over(&slots, &met).await {
                 Ok(now_met) => met = now_met,
                 Err(error) => {
@@ -212,11 +212,11 @@ impl Node {
     async fn take_over(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
-        met: &HashMap<String, Met>,
-    ) -> Result<HashMap<String, Met>, Failure> {
+        met: &HashMap<String, Observed>,
+    ) -> Result<HashMap<String, Observed>, RemoteError> {
         let catalogue = self.catalogue();
         let mut now_met = HashMap::new();
-        let mut wishes = Walk::over(&*catalogue, ARCHIVINGS);
+        let mut wishes = KeyScan::over(&*catalogue, ARCHIVINGS);
         while let Some((key, entry)) = wishes.next().await? {
             let archiving: Archiving = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_archiving_key(&key) else { continue };
@@ -227,10 +227,10 @@ impl Node {
             let revision = entry.revision;
             let earlier = met.get(&key).filter(|met| met.revision == revision);
             let at = earlier.map_or(now, |met| met.at);
-            now_met.insert(key, Met { revision, at });
+            now_met.insert(key, Observed { revision, at });
             // Who died at it is no failure.
             let failures = archiving.waiting.as_ref().map_or(0, |_| archiving.failures);
-            if now < at.saturating_add(grown(self.settings.lease, failures)) {
+            if now < at.saturating_add(backoff(self.settings.lease, failures)) {
                 continue;
             }
             let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
@@ -251,57 +251,60 @@ impl Node {
         Ok(now_met)
     }
 
-    pub(in crate::node) fn hosted(&self) -> Result<Arc<LocalCatalogue>, Failure> {
-        self.hosted_catalogue()
-            .ok_or_else(|| failure(Kind::Unavailable, "this node does not host the catalogue"))
+    pub(in crate::node) fn served_catalogue(&self) -> Result<Arc<LocalCatalogue>, RemoteError> {
+        self.local_catalogue().ok_or_else(|| {
+            remote_error(ErrorKind::Unavailable, "this node does not host the catalogue")
+        })
     }
 
-    pub(in crate::node) async fn register(
+    pub(in crate::node) async fn register_node(
         &self,
-        call: Register,
-    ) -> Result<RegisterAnswer, Failure> {
-        Ok(self.hosted()?.register(&call.node).await?)
+        call: RegisterNode,
+    ) -> Result<RegisterAnswer, RemoteError> {
+        Ok(self.served_catalogue()?.register(&call.node).await?)
     }
 
-    pub(in crate::node) async fn catalogue_get(
+    pub(in crate::node) async fn get_key(
         &self,
-        call: CatalogueGet,
-    ) -> Result<Option<(Vec<u8>, u64)>, Failure> {
-        let entry = self.hosted()?.get(&call.key).await?;
+        call: GetKey,
+    ) -> Result<Option<(Vec<u8>, u64)>, RemoteError> {
+        let entry = self.served_catalogue()?.get(&call.key).await?;
         Ok(entry.map(|entry| (entry.value, entry.revision)))
     }
 
-    pub(in crate::node) async fn catalogue_set(
+    pub(in crate::node) async fn compare_and_set_key(
         &self,
-        call: CatalogueSet,
-    ) -> Result<SetAnswer, Failure> {
-        let outcome = self.hosted()?.set(&call.key, call.expected, call.value).await?;
+        call: CompareAndSetKey,
+    ) -> Result<CompareAndSetAnswer, RemoteError> {
+        let outcome =
+            self.served_catalogue()?.compare_and_set(&call.key, call.expected, call.value).await?;
         Ok(match outcome {
-            SetOutcome::Set(revision) => SetAnswer::Set(revision),
-            SetOutcome::Other(entry) => {
-                SetAnswer::Other(entry.map(|entry| (entry.value, entry.revision)))
+            SetOutcome::Set(revision) => CompareAndSetAnswer::Set(revision),
+            SetOutcome::Conflict(entry) => {
+                CompareAndSetAnswer::Conflict(entry.map(|entry| (entry.value, entry.revision)))
             }
         })
     }
 
-    pub(in crate::node) async fn catalogue_list(
+    pub(in crate::node) async fn list_keys(
         &self,
-        call: CatalogueList,
-    ) -> Result<Vec<(String, Vec<u8>, u64)>, Failure> {
-        let page = self.hosted()?.list(&call.prefix, call.after.as_deref(), call.limit).await?;
+        call: ListKeys,
+    ) -> Result<Vec<(String, Vec<u8>, u64)>, RemoteError> {
+        let page =
+            self.served_catalogue()?.list(&call.prefix, call.after.as_deref(), call.limit).await?;
         Ok(page.into_iter().map(|(key, entry)| (key, entry.value, entry.revision)).collect())
     }
 
-    pub(in crate::node) async fn lease_grant(&self) -> Result<(LeaseId, u64), Failure> {
-        let (lease, period) = self.hosted()?.lease_grant().await?;
+    pub(in crate::node) async fn grant_lease(&self) -> Result<(LeaseId, u64), RemoteError> {
+        let (lease, period) = self.served_catalogue()?.lease_grant().await?;
         Ok((lease, period.as_millis() as u64))
     }
 
-    pub(in crate::node) async fn lease_touch(&self, call: LeaseTouch) -> Result<bool, Failure> {
-        Ok(self.hosted()?.lease_touch(call.lease, call.keep).await?)
+    pub(in crate::node) async fn touch_lease(&self, call: TouchLease) -> Result<bool, RemoteError> {
+        Ok(self.served_catalogue()?.lease_touch(call.lease, call.keep).await?)
     }
 
-    pub(in crate::node) async fn lease_revoke(&self, call: LeaseRevoke) -> Result<(), Failure> {
-        Ok(self.hosted()?.lease_revoke(call.lease).await?)
+    pub(in crate::node) async fn revoke_lease(&self, call: RevokeLease) -> Result<(), RemoteError> {
+        Ok(self.served_catalogue()?.lease_revoke(call.lease).await?)
     }
 }

@@ -13,27 +13,27 @@ use crate::catalogue::records::{read, root_key, state_key};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::Node;
 use crate::node::storage::fencing::{RECEIPT_PREFIX, receipt_name};
-use crate::stage::{Stage, about_to};
-use crate::store::{Scope, Store, StoreError};
-use crate::wire::Failure;
-use crate::wire::calls::Drop;
+use crate::stage::{TracePoint, trace_point};
+use crate::store::{RecordScope, Store, StoreError};
+use crate::wire::RemoteError;
+use crate::wire::calls::DropReplicas;
 
 /// Stripes, and shards without any, that are looked at in a lease period.
 const LOOKED_AT: usize = 256;
 
 /// How far the walk has come: behind this shard, or behind this stripe in it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-struct Cursor {
+struct GcCursor {
     shard: Option<ShardId>,
     stripe: Option<u32>,
 }
 
 /// Which receipts explain a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum By {
+enum ReferencedBy {
     /// None: every file is in question.
     Nothing,
     /// Any that is here.
@@ -44,15 +44,16 @@ enum By {
 
 impl Node {
     /// Walks round and round.
-    pub(in crate::node) async fn keep_tidy(self: Arc<Self>) {
-        let (mut cursor, mut by) = (Cursor::default(), By::Nothing);
+    pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
+        let (mut cursor, mut by) = (GcCursor::default(), ReferencedBy::Nothing);
         loop {
             self.clock.sleep(self.settings.lease).await;
             self.empty_slots().await;
             if self.has_returned.swap(false, Ordering::Relaxed) {
-                (cursor, by) = (Cursor::default(), By::Nothing);
+                (cursor, by) = (GcCursor::default(), ReferencedBy::Nothing);
             }
-            let found = self.on_store(move |store| unexplained(store, by, cursor, LOOKED_AT)).await;
+            let found =
+                self.on_store(move |store| unreferenced(store, by, cursor, LOOKED_AT)).await;
             let (stripes, next) = match found {
                 Ok(found) => found,
                 Err(error) => {
@@ -61,11 +62,11 @@ impl Node {
                 }
             };
             cursor = next;
-            if cursor == Cursor::default() {
-                by = By::AnyReceipt;
+            if cursor == GcCursor::default() {
+                by = ReferencedBy::AnyReceipt;
             }
             for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
-                if let Err(error) = self.drop_left(of_shard).await {
+                if let Err(error) = self.drop_unreferenced(of_shard).await {
                     tracing::info!(%error, "files that may be left over stay for now");
                 }
             }
@@ -73,7 +74,7 @@ impl Node {
     }
 
     /// Drops what is not needed of these stripes, which are of one shard.
-    async fn drop_left(&self, stripes: &[StripeId]) -> Result<(), Failure> {
+    async fn drop_unreferenced(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.catalogue();
         let Some((state, _)) = read::<ShardState>(&*catalogue, &state_key(shard)).await? else {
@@ -86,12 +87,15 @@ impl Node {
             else {
                 continue;
             };
-            let by = By::Attempt(attempt);
-            if !self.on_store(move |store| is_unexplained(store, stripe, by)).await? {
+            let by = ReferencedBy::Attempt(attempt);
+            if !self.on_store(move |store| is_unreferenced(store, stripe, by)).await? {
                 continue;
             }
             // What keeps one is no reason to keep the others.
-            match self.drop_unexplained(&*catalogue, Drop { stripe, attempt, generation }).await {
+            match self
+                .drop_on_evidence(&*catalogue, DropReplicas { stripe, attempt, generation })
+                .await
+            {
                 Ok(files) => tracing::info!(%stripe, files, "dropped what was left over"),
                 Err(error) => {
                     tracing::info!(%stripe, %error, "files that may be left over stay for now");
@@ -102,14 +106,14 @@ impl Node {
     }
 
     /// By the receipt that is here, or another node's.
-    async fn drop_unexplained(
+    async fn drop_on_evidence(
         &self,
         catalogue: &dyn Catalogue,
-        call: Drop,
-    ) -> Result<u32, Failure> {
+        call: DropReplicas,
+    ) -> Result<u32, RemoteError> {
         let mut dropped = self.drop_replicas(call.clone()).await;
-        if dropped.as_ref().is_err_and(|failure| failure.kind == Kind::NotFound)
-            && self.bring_receipt(catalogue, &call).await?
+        if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
+            && self.fetch_receipt(catalogue, &call).await?
         {
             dropped = self.drop_replicas(call).await;
         }
@@ -118,37 +122,42 @@ impl Node {
 
     /// Brings the receipt of an archived stripe from another node, unless one is here; whether it has. It may be an earlier one of the attempt,
     /// by which a piece here would be nobody's: it counts only when all pieces that it names are where it says.
-    async fn bring_receipt(&self, catalogue: &dyn Catalogue, of: &Drop) -> Result<bool, Failure> {
-        let Drop { stripe, attempt, .. } = *of;
+    async fn fetch_receipt(
+        &self,
+        catalogue: &dyn Catalogue,
+        of: &DropReplicas,
+    ) -> Result<bool, RemoteError> {
+        let DropReplicas { stripe, attempt, .. } = *of;
         let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
-        let scope = Scope::Stripe(stripe);
+        let scope = RecordScope::Stripe(stripe);
         let here = name.clone();
-        if self.on_store(move |store| store.get_small(scope, &here)).await?.is_some() {
+        if self.on_store(move |store| store.get_record_file(scope, &here)).await?.is_some() {
             return Ok(false);
         }
         let root = read::<ShardRoot>(catalogue, &root_key(save, shard.index())).await?;
         let Some((root, _)) = root else { return Ok(false) };
-        let receipt = self.coordinator().standing_receipt(&root, stripe.index, attempt).await?;
+        let receipt =
+            self.coordinator().find_complete_receipt(&root, stripe.index, attempt).await?;
         let Some(receipt) = receipt else { return Ok(false) };
         let bytes = receipt.to_bytes()?;
         self.on_store(move |store| {
-            about_to(Stage::Receipt, stripe);
-            store.put_small(scope, &name, &bytes)
+            trace_point(TracePoint::Receipt, stripe);
+            store.put_record_file(scope, &name, &bytes)
         })
         .await?;
-        self.still_wanted(save).await?;
+        self.ensure_not_removed(save).await?;
         Ok(true)
     }
 }
 
 /// Up to `limit` stripes from behind `after` on with a file here that is not explained; and how far that is. Behind the last it begins
 /// anew.
-fn unexplained(
+fn unreferenced(
     store: &Store,
-    by: By,
-    after: Cursor,
+    by: ReferencedBy,
+    after: GcCursor,
     limit: usize,
-) -> Result<(Vec<StripeId>, Cursor), StoreError> {
+) -> Result<(Vec<StripeId>, GcCursor), StoreError> {
     let mut found = Vec::new();
     let mut room = limit;
     let rest = after.shard.filter(|_| after.stripe.is_some()).into_iter();
@@ -156,33 +165,36 @@ fn unexplained(
         let behind = after.stripe.filter(|_| after.shard == Some(shard));
         let stripes = store.list_stripes(shard, behind, room)?;
         for &stripe in &stripes {
-            if is_unexplained(store, stripe, by)? {
+            if is_unreferenced(store, stripe, by)? {
                 found.push(stripe);
             }
         }
         if let Some(last) = stripes.last().filter(|_| stripes.len() == room) {
-            return Ok((found, Cursor { shard: Some(shard), stripe: Some(last.index) }));
+            return Ok((found, GcCursor { shard: Some(shard), stripe: Some(last.index) }));
         }
         room -= stripes.len().max(1);
         if room == 0 {
-            return Ok((found, Cursor { shard: Some(shard), stripe: None }));
+            return Ok((found, GcCursor { shard: Some(shard), stripe: None }));
         }
     }
-    Ok((found, Cursor::default()))
+    Ok((found, GcCursor::default()))
 }
 
 /// Whether a file of the stripe is here that these receipts do not ascribe to this node.
-fn is_unexplained(store: &Store, stripe: StripeId, by: By) -> Result<bool, StoreError> {
-    let scope = Scope::Stripe(stripe);
+fn is_unreferenced(store: &Store, stripe: StripeId, by: ReferencedBy) -> Result<bool, StoreError> {
+    let scope = RecordScope::Stripe(stripe);
     let names = match by {
-        By::Nothing => Vec::new(),
-        By::AnyReceipt => store.list_small(scope)?.into_iter().map(|(name, _)| name).collect(),
-        By::Attempt(attempt) => vec![receipt_name(attempt)],
+        ReferencedBy::Nothing => Vec::new(),
+        ReferencedBy::AnyReceipt => {
+            store.list_record_files(scope)?.into_iter().map(|(name, _)| name).collect()
+        }
+        ReferencedBy::Attempt(attempt) => vec![receipt_name(attempt)],
     };
     let mut ours = Vec::new();
     for name in names.iter().filter(|name| name.starts_with(RECEIPT_PREFIX)) {
         // One that does not parse explains nothing.
-        let receipt = store.get_small(scope, name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
+        let receipt =
+            store.get_record_file(scope, name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
         let Some(Receipt { attempt, pieces, .. }) = receipt else { continue };
         let pieces = pieces.into_iter().filter(|piece| piece.node == store.node());
         ours.extend(pieces.map(|piece| match piece.form {
@@ -224,7 +236,7 @@ mod tests {
             pieces: vec![ReceiptPiece { piece: block, node, form, root: [0; 32] }],
         };
         let bytes = receipt.to_bytes().unwrap();
-        store.put_small(Scope::Stripe(stripe), &receipt_name(attempt), &bytes).unwrap();
+        store.put_record_file(RecordScope::Stripe(stripe), &receipt_name(attempt), &bytes).unwrap();
     }
 
     #[test]
@@ -251,23 +263,24 @@ mod tests {
                 }
             }
         }
-        let (of, another) = (By::Attempt(Attempt([9; 16])), By::Attempt(Attempt([8; 16])));
+        let (of, another) =
+            (ReferencedBy::Attempt(Attempt([9; 16])), ReferencedBy::Attempt(Attempt([8; 16])));
         let cases = [
-            (By::Nothing, &all),
-            (By::AnyReceipt, &unreceipted),
+            (ReferencedBy::Nothing, &all),
+            (ReferencedBy::AnyReceipt, &unreceipted),
             (of, &unreceipted),
             (another, &all),
         ];
         for ((by, expected), limit) in
             cases.into_iter().flat_map(|case| (1..12).map(move |l| (case, l)))
         {
-            let (mut found, mut cursor) = (Vec::new(), Cursor::default());
+            let (mut found, mut cursor) = (Vec::new(), GcCursor::default());
             loop {
-                let (stripes, next) = unexplained(&store, by, cursor, limit).unwrap();
+                let (stripes, next) = unreferenced(&store, by, cursor, limit).unwrap();
                 assert!(stripes.len() <= limit);
                 found.extend(stripes.iter().map(|stripe| (stripe.shard, stripe.index)));
                 cursor = next;
-                if cursor == Cursor::default() {
+                if cursor == GcCursor::default() {
                     break;
                 }
             }

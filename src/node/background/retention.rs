@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::retry::Waits;
-use crate::catalogue::key_scan::Walk;
+use super::retry::RetrySchedule;
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::records::{
     ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
     parse_checkpoint_key, read, roots_prefix, state_key,
@@ -19,19 +19,19 @@ use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::Node;
 use crate::node::gateway::steps::Unpublished;
-use crate::node::rpc::failure::failure;
-use crate::wire::Failure;
-use crate::wire::calls::{ArchiveOptions, PlanChoice, PolicyStatus};
+use crate::node::rpc::failure::remote_error;
+use crate::wire::RemoteError;
+use crate::wire::calls::{ArchiveOptions, GetPolicyStatus, PlanChoice};
 use crate::wire::order::Codec;
 use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 
 /// Steps retired in one round.
 const RETIRED_AT_ONCE: usize = 8;
 /// While so many archivings are tried for the first time, the policy begins none. Those that have failed hold up nothing.
-const MAX_WISHES: usize = 4;
+const MAX_OPEN_REQUESTS: usize = 4;
 /// Steps whose shards are looked at in one round.
 const LOOKED_AT_ONCE: usize = 256;
 /// Saves that are remembered as archived; others are looked at again.
@@ -45,7 +45,7 @@ const OPTIONS: ArchiveOptions =
 
 /// What a walk over all checkpoints found.
 #[derive(Default)]
-pub(in crate::node) struct Survey {
+pub(in crate::node) struct RetentionState {
     /// Committed steps of each job.
     pub(in crate::node) committed: BTreeMap<Job, u64>,
     /// Removals that are under way.
@@ -54,7 +54,7 @@ pub(in crate::node) struct Survey {
 
 /// What only saves work from round to round.
 #[derive(Default)]
-pub(in crate::node) struct Looked {
+pub(in crate::node) struct RetentionCache {
     archived: HashSet<SaveId>,
     /// Where the last round stopped looking.
     cursor: Option<(Job, Step)>,
@@ -62,19 +62,19 @@ pub(in crate::node) struct Looked {
 }
 
 /// What the rounds share with the archiving under way and with those who ask.
-pub(in crate::node) struct Desk {
-    waits: Waits,
+pub(in crate::node) struct Retention {
+    waits: RetrySchedule,
     answer: PolicyAnswer,
 }
 
-impl Desk {
+impl Retention {
     pub(in crate::node) fn new(lease: std::time::Duration) -> Mutex<Self> {
-        Mutex::new(Self { waits: Waits::new(lease), answer: PolicyAnswer::default() })
+        Mutex::new(Self { waits: RetrySchedule::new(lease), answer: PolicyAnswer::default() })
     }
 }
 
 /// An archiving that is asked for.
-type Wish = (Job, Step, Archiving);
+type OpenRequest = (Job, Step, Archiving);
 
 /// One round, as far as it has come.
 #[derive(Default)]
@@ -90,29 +90,30 @@ struct Round {
 }
 
 impl Node {
-    fn desk(&self) -> MutexGuard<'_, Desk> {
-        self.policy.lock().unwrap_or_else(PoisonError::into_inner)
+    fn retention(&self) -> MutexGuard<'_, Retention> {
+        self.retention.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// One round; gives what it has retired.
-    pub(in crate::node) async fn apply_policy(
+    pub(in crate::node) async fn run_retention_round(
         self: &Arc<Self>,
-        survey: &Survey,
-        memory: &mut Looked,
-    ) -> Result<Vec<SaveId>, Failure> {
+        survey: &RetentionState,
+        memory: &mut RetentionCache,
+    ) -> Result<Vec<SaveId>, RemoteError> {
         let catalogue = self.catalogue();
-        let wishes = wishes(&*catalogue).await?;
+        let wishes = list_open_requests(&*catalogue).await?;
         let mut round = Round::default();
         for (job, count) in &survey.committed {
             let rule = self.settings.policy.of(job);
             if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
-                self.walk(&*catalogue, (job, *count, rule), &wishes, memory, &mut round).await?;
+                self.scan_steps(&*catalogue, (job, *count, rule), &wishes, memory, &mut round)
+                    .await?;
             }
         }
         memory.archived = std::mem::take(&mut round.still_archived);
         memory.cursor = round.stopped_at.take();
         if memory.archiving.as_ref().is_none_or(JoinHandle::is_finished)
-            && wishes.iter().filter(|(_, _, wish)| wish.failures == 0).count() < MAX_WISHES
+            && wishes.iter().filter(|(_, _, wish)| wish.failures == 0).count() < MAX_OPEN_REQUESTS
             && wishes.len() < MAX_PAGE as usize
             && let Some((job, step, save)) = round.next.take()
         {
@@ -124,16 +125,16 @@ impl Node {
     }
 
     /// All committed steps of one job, oldest first.
-    async fn walk(
+    async fn scan_steps(
         &self,
         catalogue: &dyn Catalogue,
         (job, count, rule): (&Job, u64, Rule),
-        wishes: &[Wish],
-        memory: &Looked,
+        wishes: &[OpenRequest],
+        memory: &RetentionCache,
         round: &mut Round,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let mut newer = count;
-        let mut steps = Walk::over(catalogue, format!("{CHECKPOINTS}{job}/"));
+        let mut steps = KeyScan::over(catalogue, format!("{CHECKPOINTS}{job}/"));
         while let Some((key, entry)) = steps.next().await? {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             let (Some((_, step)), Some(saved)) = (parse_checkpoint_key(&key), checkpoint.committed)
@@ -143,7 +144,7 @@ impl Node {
             newer = newer.saturating_sub(1);
             match rule.fate(step, newer) {
                 Fate::Stays => {}
-                Fate::Retired => self.retire(catalogue, job, step, &saved, rule, round).await?,
+                Fate::Retired => self.expire(catalogue, job, step, &saved, rule, round).await?,
                 Fate::Archived if memory.archived.contains(&saved.save) => {
                     round.still_archived.insert(saved.save);
                 }
@@ -151,10 +152,10 @@ impl Node {
                     round.to_archive += 1;
                     let passed = |(j, s): &(Job, Step)| (job, step) <= (j, *s);
                     let is_new = !memory.cursor.as_ref().is_some_and(passed);
-                    let is_due = self.desk().waits.is_due(saved.save, self.clock.now());
+                    let is_due = self.retention().waits.is_due(saved.save, self.clock.now());
                     let is_asked = wishes.iter().any(|(j, s, _)| (j, *s) == (job, step));
                     if is_new && is_due && !is_asked && round.next.is_none() {
-                        self.look(catalogue, (job, step, saved.save), round).await?;
+                        self.look_at_step(catalogue, (job, step, saved.save), round).await?;
                     }
                 }
             }
@@ -163,12 +164,12 @@ impl Node {
     }
 
     /// Finds out whether a step is archived already, and picks it if not.
-    async fn look(
+    async fn look_at_step(
         &self,
         catalogue: &dyn Catalogue,
         (job, step, save): (&Job, Step, SaveId),
         round: &mut Round,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         if round.looked >= LOOKED_AT_ONCE {
             return Ok(());
         }
@@ -187,7 +188,7 @@ impl Node {
         Ok(())
     }
 
-    async fn retire(
+    async fn expire(
         &self,
         catalogue: &dyn Catalogue,
         job: &Job,
@@ -195,7 +196,7 @@ impl Node {
         saved: &Saved,
         rule: Rule,
         round: &mut Round,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let Some(keep_newest) = rule.keep_newest else { return Ok(()) };
         if round.retired.len() >= RETIRED_AT_ONCE {
             round.to_retire += 1;
@@ -234,7 +235,7 @@ impl Node {
                 },
                 Err(error) => Some(error.to_string()),
             };
-            let waits = &mut node.desk().waits;
+            let waits = &mut node.retention().waits;
             match left {
                 None => {
                     tracing::info!(%job, %step, "archived by the policy");
@@ -248,12 +249,12 @@ impl Node {
         })
     }
 
-    pub(in crate::node) fn removals(&self) -> MutexGuard<'_, Waits> {
-        self.removals.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(in crate::node) fn removals(&self) -> MutexGuard<'_, RetrySchedule> {
+        self.removal_retries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn report(&self, round: &Round, wishes: &[Wish], removing: u64) {
-        let mut desk = self.desk();
+    fn report(&self, round: &Round, wishes: &[OpenRequest], removing: u64) {
+        let mut desk = self.retention();
         desk.waits.end_round();
         // What is asked for waits, or is at work, in the catalogue; the failures that are remembered here are older.
         let is_asked = |wait: &PolicyWait| {
@@ -277,13 +278,13 @@ impl Node {
         };
     }
 
-    pub(in crate::node) async fn policy_status(
+    pub(in crate::node) async fn get_policy_status(
         &self,
-        _: PolicyStatus,
-    ) -> Result<PolicyAnswer, Failure> {
-        if !self.serves() {
+        _: GetPolicyStatus,
+    ) -> Result<PolicyAnswer, RemoteError> {
+        if !self.serves_catalogue() {
             let text = "this node does not host the catalogue, and applies no policy";
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let rule = |job: Option<&Job>, rule: &Rule| PolicyRule {
             job: job.cloned(),
@@ -294,12 +295,12 @@ impl Node {
         let policy = &self.settings.policy;
         let single = policy.jobs.iter().map(|(job, of_job)| rule(Some(job), of_job));
         let rules = std::iter::once(rule(None, &policy.rule)).chain(single).collect();
-        Ok(PolicyAnswer { rules, ..self.desk().answer.clone() })
+        Ok(PolicyAnswer { rules, ..self.retention().answer.clone() })
     }
 }
 
 /// Archivings that are asked for; the first page of them, with which the policy asks for no more.
-async fn wishes(catalogue: &dyn Catalogue) -> Result<Vec<Wish>, Failure> {
+async fn list_open_requests(catalogue: &dyn Catalogue) -> Result<Vec<OpenRequest>, RemoteError> {
     let mut wishes = Vec::new();
     for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
         let archiving: Archiving = parse(&key, &entry.value)?;
@@ -311,8 +312,8 @@ async fn wishes(catalogue: &dyn Catalogue) -> Result<Vec<Wish>, Failure> {
 }
 
 /// Whether nothing is left to archive or to drop of a save.
-async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, Failure> {
-    let mut roots = Walk::over(catalogue, roots_prefix(save));
+async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, RemoteError> {
+    let mut roots = KeyScan::over(catalogue, roots_prefix(save));
     while let Some((key, entry)) = roots.next().await? {
         let root: ShardRoot = parse(&key, &entry.value)?;
         // A state that is absent is that of a save which is gone.
@@ -332,8 +333,8 @@ async fn has_newer(
     job: &Job,
     step: Step,
     enough: u64,
-) -> Result<bool, Failure> {
-    let steps = Walk::over(catalogue, format!("{CHECKPOINTS}{job}/"));
+) -> Result<bool, RemoteError> {
+    let steps = KeyScan::over(catalogue, format!("{CHECKPOINTS}{job}/"));
     let mut steps = steps.after(checkpoint_key(job, step));
     let mut newer = 0;
     while newer < enough {

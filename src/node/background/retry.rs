@@ -11,23 +11,23 @@ use crate::wire::policy::PolicyWait;
 /// The longest wait between two tries.
 const MAX_WAIT: Duration = Duration::from_secs(600);
 /// Saves that are waited for at once. What does not fit is not remembered, and its callers bound how much they try in a round.
-const MAX_WAITS: usize = 4096;
+const MAX_RETRIES: usize = 4096;
 
 /// Looks in a lease period at what others left half done. What somebody left when he vanished is found within a period and one look.
-pub(in crate::node) const LOOKS: u32 = 4;
+pub(in crate::node) const SCANS_PER_LEASE: u32 = 4;
 
 /// How long lies between two such looks.
-pub(in crate::node) fn look(lease: Duration) -> Duration {
-    lease / LOOKS
+pub(in crate::node) fn scan_interval(lease: Duration) -> Duration {
+    lease / SCANS_PER_LEASE
 }
 
 /// How long a lease is kept alive before it would end.
-pub(in crate::node) fn renewal(lease: Duration) -> Duration {
+pub(in crate::node) fn renewal_interval(lease: Duration) -> Duration {
     lease / 3
 }
 
 /// The wait after so many failures in a row: `first`, then twice as long each time.
-pub(in crate::node) fn grown(first: Duration, failures: u32) -> Duration {
+pub(in crate::node) fn backoff(first: Duration, failures: u32) -> Duration {
     match failures.checked_sub(1) {
         None => Duration::ZERO,
         Some(doublings) => {
@@ -36,13 +36,13 @@ pub(in crate::node) fn grown(first: Duration, failures: u32) -> Duration {
     }
 }
 
-/// Work on saves that failed. A round asks for every save that it still has; [`Waits::end_round`] forgets the others.
-pub(in crate::node) struct Waits {
+/// Work on saves that failed. A round asks for every save that it still has; [`RetrySchedule::end_round`] forgets the others.
+pub(in crate::node) struct RetrySchedule {
     first: Duration,
-    waits: HashMap<SaveId, Wait>,
+    waits: HashMap<SaveId, Retry>,
 }
 
-struct Wait {
+struct Retry {
     job: Job,
     step: Step,
     failures: u32,
@@ -51,7 +51,7 @@ struct Wait {
     is_asked_for: bool,
 }
 
-impl Waits {
+impl RetrySchedule {
     /// `first` is the wait after one failure.
     pub(in crate::node) fn new(first: Duration) -> Self {
         Self { first, waits: HashMap::new() }
@@ -73,14 +73,14 @@ impl Waits {
         now: Duration,
         why: String,
     ) {
-        if self.waits.len() >= MAX_WAITS && !self.waits.contains_key(&save) {
+        if self.waits.len() >= MAX_RETRIES && !self.waits.contains_key(&save) {
             return;
         }
         let failures = self.waits.get(&save).map_or(0, |wait| wait.failures).saturating_add(1);
-        let due = now.saturating_add(grown(self.first, failures));
+        let due = now.saturating_add(backoff(self.first, failures));
         // A round that is under way may have passed it already.
         let is_asked_for = true;
-        let wait = Wait { job: job.clone(), step, failures, why, due, is_asked_for };
+        let wait = Retry { job: job.clone(), step, failures, why, due, is_asked_for };
         self.waits.insert(save, wait);
     }
 
@@ -114,13 +114,13 @@ mod tests {
     #[test]
     fn waits_double_up_to_their_limit() {
         let waits: Vec<u64> =
-            [0, 1, 2, 3, 9, 10, 11, 40, u32::MAX].map(|n| grown(SECOND, n).as_secs()).to_vec();
+            [0, 1, 2, 3, 9, 10, 11, 40, u32::MAX].map(|n| backoff(SECOND, n).as_secs()).to_vec();
         assert_eq!(waits, [0, 1, 2, 4, 256, 512, 600, 600, 600]);
     }
 
     #[test]
     fn what_failed_is_due_later_and_what_nobody_asks_for_is_forgotten() {
-        let mut waits = Waits::new(10 * SECOND);
+        let mut waits = RetrySchedule::new(10 * SECOND);
         let (job, save): (Job, SaveId) = ("a".parse().unwrap(), SaveId([1; 12]));
         let mut tries = Vec::new();
         for at in 0..200 {

@@ -11,56 +11,56 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::retention::{Looked, Survey};
-use super::retry::{LOOKS, look};
+use super::retention::{RetentionCache, RetentionState};
+use super::retry::{SCANS_PER_LEASE, scan_interval};
 use crate::catalogue::Catalogue;
-use crate::catalogue::key_scan::Walk;
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::node::Node;
-use crate::node::gateway::removal::{Removed, Underway};
-use crate::wire::Failure;
+use crate::node::gateway::removal::{ActiveSave, RemovalOutcome};
+use crate::wire::RemoteError;
 
 /// Decided saves and removals that this daemon goes on with at once.
-const COLLECTED_AT_ONCE: usize = 16;
+const RECOVERED_AT_ONCE: usize = 16;
 
 /// From look to look.
-struct Collector {
+struct RecoveryState {
     /// Since when this daemon knows what has no lease.
     since: HashMap<SaveId, Duration>,
     slots: Arc<Semaphore>,
 }
 
-impl Collector {
+impl RecoveryState {
     /// Whether whoever began it has had his time.
-    fn is_left(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
+    fn is_unattended(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
         self.since.get(&save).is_some_and(|since| now >= since.saturating_add(lease))
     }
 }
 
 impl Node {
     /// Looks without end.
-    pub(in crate::node) async fn collect(self: Arc<Self>) {
-        let slots = Arc::new(Semaphore::new(COLLECTED_AT_ONCE));
-        let mut collector = Collector { since: HashMap::new(), slots };
-        let mut looked = Looked::default();
-        for number in (1..=LOOKS).cycle() {
-            self.clock.sleep(look(self.settings.lease)).await;
-            if !self.serves() {
+    pub(in crate::node) async fn run_save_recovery(self: Arc<Self>) {
+        let slots = Arc::new(Semaphore::new(RECOVERED_AT_ONCE));
+        let mut collector = RecoveryState { since: HashMap::new(), slots };
+        let mut looked = RetentionCache::default();
+        for number in (1..=SCANS_PER_LEASE).cycle() {
+            self.clock.sleep(scan_interval(self.settings.lease)).await;
+            if !self.serves_catalogue() {
                 continue;
             }
-            let survey = match self.survey(&mut collector).await {
+            let survey = match self.recovery_round(&mut collector).await {
                 Ok(survey) => survey,
                 Err(error) => {
                     tracing::warn!(%error, "collecting what was left half done");
                     continue;
                 }
             };
-            if number < LOOKS {
+            if number < SCANS_PER_LEASE {
                 continue;
             }
-            match self.apply_policy(&survey, &mut looked).await {
+            match self.run_retention_round(&survey, &mut looked).await {
                 // Nobody else began these.
                 Ok(retired) => {
                     collector.since.extend(retired.into_iter().map(|save| (save, Duration::ZERO)));
@@ -70,13 +70,16 @@ impl Node {
         }
     }
 
-    async fn survey(self: &Arc<Self>, collector: &mut Collector) -> Result<Survey, Failure> {
+    async fn recovery_round(
+        self: &Arc<Self>,
+        collector: &mut RecoveryState,
+    ) -> Result<RetentionState, RemoteError> {
         let catalogue = self.catalogue();
-        let (mut survey, mut since) = (Survey::default(), HashMap::new());
+        let (mut survey, mut since) = (RetentionState::default(), HashMap::new());
         let mut note = |save: SaveId, at: Duration| {
             since.insert(save, at);
         };
-        let mut checkpoints = Walk::over(&*catalogue, CHECKPOINTS);
+        let mut checkpoints = KeyScan::over(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
@@ -86,13 +89,13 @@ impl Node {
                 survey.removing += 1;
                 note(entry.save, seen(entry.save));
                 let is_due = self.removals().is_due(entry.save, now);
-                if is_due && collector.is_left(entry.save, now, self.settings.lease) {
-                    self.go_on_removing(&collector.slots, &job, step, entry);
+                if is_due && collector.is_unattended(entry.save, now, self.settings.lease) {
+                    self.resume_removal(&collector.slots, &job, step, entry);
                 }
             }
             match checkpoint.writing {
                 Some(Writing::Open { save, lease, .. }) => {
-                    match self.abandon(&*catalogue, (&job, step), save, lease).await {
+                    match self.abort_expired(&*catalogue, (&job, step), save, lease).await {
                         // Nobody else will remove its files.
                         Ok(true) => note(save, Duration::ZERO),
                         Ok(false) => {}
@@ -102,9 +105,9 @@ impl Node {
                     }
                 }
                 Some(Writing::Decided { saved }) => {
-                    let is_left = collector.is_left(saved.save, now, self.settings.lease);
+                    let is_left = collector.is_unattended(saved.save, now, self.settings.lease);
                     let is_tried =
-                        is_left && self.go_on_publishing(&collector.slots, &job, step, &saved);
+                        is_left && self.resume_publishing(&collector.slots, &job, step, &saved);
                     note(saved.save, if is_tried { now } else { seen(saved.save) });
                 }
                 None => {}
@@ -119,24 +122,24 @@ impl Node {
     }
 
     /// Goes on with a removal, unless it is under way here, or too many are.
-    fn go_on_removing(
+    fn resume_removal(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
         job: &Job,
         step: Step,
         entry: Removing,
     ) {
-        let Some(mark) = Underway::begin(&self.collecting, entry.save) else { return };
+        let Some(mark) = ActiveSave::begin(&self.recovering, entry.save) else { return };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return };
         let job = job.clone();
         self.spawn(|node| async move {
             let _held = (mark, slot);
-            let why = match node.removal(&job, step, &entry).await {
-                Ok(Removed { is_complete: true, .. }) => {
+            let why = match node.finish_removal(&job, step, &entry).await {
+                Ok(RemovalOutcome { is_complete: true, .. }) => {
                     node.removals().ended(entry.save);
                     return;
                 }
-                Ok(Removed { answer, .. }) => {
+                Ok(RemovalOutcome { answer, .. }) => {
                     let names: Vec<&str> =
                         answer.waiting.iter().map(|name| name.as_str()).collect();
                     format!("its files wait to be removed: {}", names.join(", "))
@@ -149,14 +152,14 @@ impl Node {
     }
 
     /// Publishes what was decided, unless that is under way here, or too much is; whether it has begun.
-    fn go_on_publishing(
+    fn resume_publishing(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
         job: &Job,
         step: Step,
         saved: &Saved,
     ) -> bool {
-        let Some(mark) = Underway::begin(&self.collecting, saved.save) else { return false };
+        let Some(mark) = ActiveSave::begin(&self.recovering, saved.save) else { return false };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return false };
         let (job, saved) = (job.clone(), saved.clone());
         self.spawn(|node| async move {
@@ -169,18 +172,18 @@ impl Node {
     }
 
     /// Aborts an open save whose lease is over; whether it was that.
-    async fn abandon(
+    async fn abort_expired(
         &self,
         catalogue: &dyn Catalogue,
         (job, step): (&Job, Step),
         of: SaveId,
         lease: LeaseId,
-    ) -> Result<bool, Failure> {
+    ) -> Result<bool, RemoteError> {
         if catalogue.lease_touch(lease, false).await? {
             return Ok(false);
         }
         let mut is_aborted = false;
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             match checkpoint.writing.take() {
                 Some(Writing::Open { save, generation, lease: over })
                     if save == of && lease == over =>

@@ -12,14 +12,14 @@ use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
 use crate::node::Node;
-use crate::wire::calls::{Buried, Inventory, ShardHolding};
-use crate::wire::{Failure, NodeAddress};
+use crate::wire::calls::{FindRemovedSaves, ListInventory, ShardHolding};
+use crate::wire::{NodeAddress, RemoteError};
 
 /// One page of an inventory comes within this.
 const PAGE_LIMIT: Duration = Duration::from_secs(60);
 
 /// A node, and what of its inventory has not been looked at.
-struct Source {
+struct NodePages {
     node: NodeRecord,
     page: VecDeque<ShardHolding>,
     next: Option<(ShardId, Option<u32>)>,
@@ -28,7 +28,7 @@ struct Source {
 
 /// What follows from everything that a set of nodes holds.
 #[derive(Debug, Default)]
-pub(in crate::node) struct Census {
+pub(in crate::node) struct ClusterInventory {
     /// Committed saves; of several of one step the newest.
     pub steps: BTreeMap<(Job, Step), Box<Committed>>,
     /// Saves to be removed that were committed once, of steps that may have a newer one; the oldest first.
@@ -41,7 +41,7 @@ pub(in crate::node) struct Census {
     incomplete: Vec<(Job, Step, Saved, String)>,
 }
 
-impl Census {
+impl ClusterInventory {
     fn add(&mut self, verdict: Verdict) {
         match verdict {
             Verdict::Orphan(removing) => self.orphans.push(removing),
@@ -113,22 +113,22 @@ impl Census {
 
 impl Node {
     /// Reads the whole inventories of `nodes` and judges what they hold. Fails when any of them cannot be read to the end.
-    pub(in crate::node) async fn census(
+    pub(in crate::node) async fn read_cluster_inventory(
         &self,
         nodes: &[NodeRecord],
         generation: Generation,
-    ) -> Result<Census, Failure> {
-        let mut sources: Vec<Source> = nodes
+    ) -> Result<ClusterInventory, RemoteError> {
+        let mut sources: Vec<NodePages> = nodes
             .iter()
-            .map(|node| Source {
+            .map(|node| NodePages {
                 node: node.clone(),
                 page: VecDeque::new(),
                 next: None,
                 is_done: false,
             })
             .collect();
-        try_join_all(sources.iter_mut().map(|source| self.fill(source))).await?;
-        let mut census = Census::default();
+        try_join_all(sources.iter_mut().map(|source| self.fetch_page(source))).await?;
+        let mut census = ClusterInventory::default();
         while let Some((save, evidence)) = self.next_save(&mut sources).await? {
             census.doubts.extend(evidence.doubts().map(|nodes| (save, nodes.clone())));
             census.add(evidence.judge(save, generation));
@@ -138,9 +138,9 @@ impl Node {
     }
 
     /// Fetches the next page of a source that has none.
-    async fn fill(&self, source: &mut Source) -> Result<(), Failure> {
+    async fn fetch_page(&self, source: &mut NodePages) -> Result<(), RemoteError> {
         while source.page.is_empty() && !source.is_done {
-            let call = Inventory { after: source.next, only: None };
+            let call = ListInventory { after: source.next, only: None };
             let to = address(&node_address(&source.node));
             let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
             source.is_done = page.next.is_none();
@@ -152,8 +152,8 @@ impl Node {
 
     async fn next_save(
         &self,
-        sources: &mut [Source],
-    ) -> Result<Option<(SaveId, SaveEvidence)>, Failure> {
+        sources: &mut [NodePages],
+    ) -> Result<Option<(SaveId, SaveEvidence)>, RemoteError> {
         let first = sources.iter().filter_map(|source| source.page.front()).map(|held| held.shard);
         let Some(save) = first.min().map(ShardId::save) else { return Ok(None) };
         let mut evidence = SaveEvidence::default();
@@ -162,32 +162,34 @@ impl Node {
             let node = NodeId::of(&source.node.name);
             while let Some(held) = source.page.pop_front_if(|held| held.shard.save() == save) {
                 evidence.add(self.settings.cluster, node, &held);
-                self.fill(source).await?;
+                self.fetch_page(source).await?;
             }
         }
         // A node whose files of a removed save are gone has nothing of it to list.
         if evidence.is_marked() || evidence.doubts().is_some() {
             let asks = asked.iter().map(|node| async move {
                 let to = address(&node_address(node));
-                self.caller.call_within(&to, &Buried { saves: vec![save] }, PAGE_LIMIT).await
+                self.caller
+                    .call_within(&to, &FindRemovedSaves { saves: vec![save] }, PAGE_LIMIT)
+                    .await
             });
             if try_join_all(asks).await?.iter().any(|gone| !gone.is_empty()) {
-                evidence.bury();
+                evidence.record_removal();
             }
         }
         Ok(Some((save, evidence)))
     }
 
     /// Reads all that `node` holds of a save.
-    pub(in crate::node) async fn each_holding(
+    pub(in crate::node) async fn for_each_holding(
         &self,
         node: &NodeRecord,
         save: SaveId,
         mut read: impl FnMut(&ShardHolding),
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let mut after = None;
         loop {
-            let call = Inventory { after, only: Some(save) };
+            let call = ListInventory { after, only: Some(save) };
             let to = address(&node_address(node));
             let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
             page.shards.iter().for_each(&mut read);
@@ -202,11 +204,11 @@ impl Node {
     pub(in crate::node) async fn saves_on(
         &self,
         node: &NodeRecord,
-    ) -> Result<BTreeSet<SaveId>, Failure> {
+    ) -> Result<BTreeSet<SaveId>, RemoteError> {
         let (mut saves, mut after) = (BTreeSet::new(), None);
         loop {
             let to = address(&node_address(node));
-            let page = Inventory { after, only: None };
+            let page = ListInventory { after, only: None };
             let page = self.caller.call_within(&to, &page, PAGE_LIMIT).await?;
             saves.extend(page.shards.iter().map(|held| held.shard.save()));
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
@@ -217,7 +219,7 @@ impl Node {
     }
 
     /// Whether any of `nodes` has a commit mark of `save`; `None` when not all of them say.
-    pub(in crate::node) async fn is_marked(
+    pub(in crate::node) async fn is_marked_on_any(
         &self,
         nodes: &[NodeRecord],
         save: SaveId,
@@ -225,8 +227,8 @@ impl Node {
         let asks = nodes.iter().map(|node| async move {
             let mut is_marked = false;
             let read = |held: &ShardHolding| is_marked |= held.mark.is_some();
-            self.each_holding(node, save, read).await?;
-            Ok::<_, Failure>(is_marked)
+            self.for_each_holding(node, save, read).await?;
+            Ok::<_, RemoteError>(is_marked)
         });
         let answers = try_join_all(asks).await.ok()?;
         Some(answers.into_iter().any(|marked| marked))

@@ -5,11 +5,11 @@ use std::sync::{Arc, PoisonError};
 
 use futures_util::future::join_all;
 
-use super::cluster_inventory::{Census, node_address};
+use super::cluster_inventory::{ClusterInventory, node_address};
 use super::serving::tolerated;
 use crate::catalogue::evidence::Committed;
 use crate::catalogue::local::LocalCatalogue;
-use crate::catalogue::map::MapWriter;
+use crate::catalogue::map::DbWriter;
 use crate::catalogue::records::{
     Archiving, NODES, archiving_key, checkpoint_key, orphan_key, root_key, state_key,
 };
@@ -17,17 +17,17 @@ use crate::code::{Code, CodeId, table};
 use crate::format::records::{
     Checkpoint, CommitMark, Home, Node as NodeRecord, Record, StripeState,
 };
-use crate::id::{Epoch, Generation, Job, LeaseId, MapId, NodeId, PeerName, Step, StripeId};
-use crate::kind::Kind;
+use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, StripeId};
+use crate::kind::ErrorKind;
 use crate::node::Node;
 use crate::node::quorum::{Quorum, is_on_latest_list, majority};
-use crate::node::rpc::failure::failure;
-use crate::stage::{Stage, about_to};
+use crate::node::rpc::failure::remote_error;
+use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
-use crate::wire::Failure;
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    ArchiveOptions, Claim, HelloAnswer, Members, PlanChoice, PutMark, Rebuild, RebuildAnswer,
-    StandingAnswer,
+    ArchiveOptions, ClaimEpoch, HelloAnswer, ListMembers, PlanChoice, PutMark, RebuildAnswer,
+    RebuildCatalogue, StandingAnswer,
 };
 use crate::wire::order::Codec;
 
@@ -37,25 +37,25 @@ const MEMBER_ROUNDS: usize = 4;
 const MAX_LISTED: usize = 1000;
 
 impl Node {
-    pub(in crate::node) async fn claim(&self, call: Claim) -> Result<(), Failure> {
-        about_to(Stage::Claim, call.epoch);
-        self.claim_here(call).await
+    pub(in crate::node) async fn claim_epoch(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
+        trace_point(TracePoint::Claim, call.epoch);
+        self.store_claim(call).await
     }
 
-    async fn claim_here(&self, call: Claim) -> Result<(), Failure> {
+    async fn store_claim(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
         self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
-        self.remote.expect(call.epoch, Some(call.map));
-        self.remote.know([call.home.clone()]);
-        self.remote.believe(call.epoch, call.home);
+        self.remote.set_expected_epoch(call.epoch, Some(call.map));
+        self.remote.add_endpoints([call.home.clone()]);
+        self.remote.set_server(call.epoch, call.home);
         // Whoever reads asks the new home first.
-        self.away.heard(true);
+        self.outage_reader.set_answering(true);
         Ok(())
     }
 
-    pub(in crate::node) async fn members(&self) -> Result<Vec<NodeRecord>, Failure> {
+    pub(in crate::node) async fn list_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
         let mut nodes = self.on_store(|store| store.members()).await?.nodes;
-        let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+        let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, node) in met.iter() {
             if !nodes.iter().any(|known| known.name == *name) {
                 nodes.push(node.clone());
@@ -65,77 +65,83 @@ impl Node {
     }
 
     /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
-    pub(in crate::node) async fn rebuild(
+    pub(in crate::node) async fn rebuild_catalogue(
         self: &Arc<Self>,
-        call: Rebuild,
-    ) -> Result<RebuildAnswer, Failure> {
+        call: RebuildCatalogue,
+    ) -> Result<RebuildAnswer, RemoteError> {
         let node = self.clone();
         let work = self.tasks.spawn(async move {
             let Ok(_alone) = node.rebuilding.try_lock() else {
-                return Err(failure(Kind::Exists, "a rebuild is under way here: wait for it"));
+                return Err(remote_error(
+                    ErrorKind::Exists,
+                    "a rebuild is under way here: wait for it",
+                ));
             };
             node.rebuild_now(call.accept_loss).await
         });
         work.await.map_err(|_| {
-            failure(Kind::Unavailable, "the daemon is stopping: rebuild again, here or elsewhere")
+            remote_error(
+                ErrorKind::Unavailable,
+                "the daemon is stopping: rebuild again, here or elsewhere",
+            )
         })?
     }
 
-    async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, Failure> {
+    async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
         if self.catalogue().nodes().await.is_ok() {
             // Who has just answered, though it may not have told this node its newest epoch yet.
-            let home = self.catalogue_home().or_else(|| self.remote.home(Epoch::default()));
+            let home = self.catalogue_address().or_else(|| self.remote.server(Epoch::default()));
             let home =
                 home.map_or_else(|| "another daemon".to_owned(), |home| home.name.to_string());
             let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
-            return Err(failure(Kind::Exists, text));
+            return Err(remote_error(ErrorKind::Exists, text));
         }
         let (members, heard) = self.gather_members().await?;
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
         let epoch = latest.max(self.store.epoch()).next();
         let generation = Generation { epoch, counter: 0 };
-        let reached = been_here(heard);
+        let reached = former_members(heard);
         refuse_without_storage(&members)?;
         // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
-        let preview = self.census(&storage(&reached), generation).await?;
-        let standings = self.standings(&storage(&reached)).await;
-        self.check_census(&preview, &members, &reached, &standings, accept_loss)?;
+        let preview = self.read_cluster_inventory(&storage_nodes(&reached), generation).await?;
+        let standings = self.fetch_standings(&storage_nodes(&reached)).await;
+        self.check_inventory(&preview, &members, &reached, &standings, accept_loss)?;
         drop(preview);
 
         // Where there is no room for a map nothing is claimed for it.
-        let fresh = self.fresh_map().await?;
-        let map = MapId(self.entropy.id());
-        let claimed = self.claim_all(&reached, epoch, map).await?;
+        let fresh = self.fresh_db().await?;
+        let map = DbId(self.entropy.id());
+        let claimed = self.claim_epoch_on_nodes(&reached, epoch, map).await?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
         // Again, now that nothing of an older epoch is taken any more.
-        about_to(Stage::Census, epoch);
-        let sources = storage(&claimed);
-        let census = self.census(&sources, generation).await?;
-        let standings = self.standings(&sources).await;
-        self.check_census(&census, &members, &claimed, &standings, accept_loss)?;
+        trace_point(TracePoint::Census, epoch);
+        let sources = storage_nodes(&claimed);
+        let census = self.read_cluster_inventory(&sources, generation).await?;
+        let standings = self.fetch_standings(&sources).await;
+        self.check_inventory(&census, &members, &claimed, &standings, accept_loss)?;
         // A node that was taken off the list registers anew, and catches up.
         let is_listed =
             |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
         let members: Vec<NodeRecord> = members.iter().filter(is_listed).cloned().collect();
         let listed: BTreeSet<NodeId> =
-            storage(&members).iter().map(|node| NodeId::of(&node.name)).collect();
+            storage_nodes(&members).iter().map(|node| NodeId::of(&node.name)).collect();
         let needed = majority(listed.len());
         let mut answer = RebuildAnswer {
             epoch,
             home: self.settings.name.to_string(),
             reached: sources.iter().map(|node| node.name.clone()).collect(),
-            missing: without(&members, &claimed).map(|node| node.name.clone()).collect(),
+            missing: not_reached(&members, &claimed).map(|node| node.name.clone()).collect(),
             orphans: u32::try_from(census.to_remove()).unwrap_or(u32::MAX),
             incomplete: census.incomplete().collect(),
             ..RebuildAnswer::default()
         };
-        let mut writer = MapWriter::new(fresh, epoch);
+        let mut writer = DbWriter::new(fresh, epoch);
         for node in &members {
             writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
         for (step, committed) in census.steps {
-            let marked = self.mark_again(&sources, &committed, epoch).await;
+            let marked = self.mark_committed_again(&sources, &committed, epoch).await;
             let marked = marked.intersection(&listed).count();
             if marked < needed && !accept_loss {
                 let text = format!(
@@ -144,7 +150,7 @@ impl Node {
                     committed.job,
                     committed.step
                 );
-                return Err(failure(Kind::Unavailable, text));
+                return Err(remote_error(ErrorKind::Unavailable, text));
             }
             checkpoints.entry(step).or_default().committed = Some(committed.saved.clone());
             self.write_step(&mut writer, *committed, &mut answer)?;
@@ -160,25 +166,25 @@ impl Node {
         }
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
-        about_to(Stage::Map, epoch);
-        self.hosting.serve(self.open_map(writer.finish(epoch, map)?, epoch).await?);
+        trace_point(TracePoint::Map, epoch);
+        self.catalogue_server.serve(self.open_db(writer.finish(epoch, map)?, epoch).await?);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
     }
 
     /// An empty map; what was in its place lies aside.
-    pub(in crate::node) async fn fresh_map(&self) -> Result<Arc<dyn Kv>, Failure> {
-        let maps = self.hosting.maps().clone();
+    pub(in crate::node) async fn fresh_db(&self) -> Result<Arc<dyn Kv>, RemoteError> {
+        let maps = self.catalogue_server.maps().clone();
         let fresh = self.workers.run(move || maps.fresh()).await?;
-        fresh.map_err(|error| failure(Kind::Io, format!("the new map: {error}")))
+        fresh.map_err(|error| remote_error(ErrorKind::Io, format!("the new map: {error}")))
     }
 
     /// Opens the finished map of `epoch` in `kv`.
-    pub(in crate::node) async fn open_map(
+    pub(in crate::node) async fn open_db(
         &self,
         kv: Arc<dyn Kv>,
         epoch: Epoch,
-    ) -> Result<Arc<LocalCatalogue>, Failure> {
+    ) -> Result<Arc<LocalCatalogue>, RemoteError> {
         let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
         let (workers, lease) = (self.workers.clone(), self.settings.lease);
         let open = move || LocalCatalogue::open(kv, clock, entropy, &workers, lease, epoch);
@@ -188,7 +194,7 @@ impl Node {
     /// All nodes that any reached node has heard of, and what those say that answer.
     pub(in crate::node) async fn gather_members(
         &self,
-    ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), Failure> {
+    ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
         let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
         let add = |nodes: Vec<NodeRecord>, known: &mut BTreeMap<_, NodeRecord>| {
             let before = known.len();
@@ -198,14 +204,14 @@ impl Node {
             known.len() > before
         };
         add(vec![self.record()], &mut known);
-        add(self.members().await?, &mut known);
+        add(self.list_members().await?, &mut known);
         let mut reached = Vec::new();
         for _ in 0..MEMBER_ROUNDS {
             let nodes: Vec<NodeRecord> = known.values().cloned().collect();
             reached = self.hello_all(&nodes).await;
             let asks = reached.iter().map(|(node, _)| async {
                 let to = node_address(node);
-                self.caller.call(&to, &Members {}).await.unwrap_or_default()
+                self.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
             });
             let found: Vec<NodeRecord> = join_all(asks).await.into_iter().flatten().collect();
             if !add(found, &mut known) {
@@ -216,15 +222,15 @@ impl Node {
     }
 
     /// Has `map` claimed as the catalogue of `epoch`; answers with the nodes that did.
-    async fn claim_all(
+    async fn claim_epoch_on_nodes(
         &self,
         reached: &[NodeRecord],
         epoch: Epoch,
-        map: MapId,
-    ) -> Result<Vec<NodeRecord>, Failure> {
-        let call = Claim { epoch, map, home: self.address() };
+        map: DbId,
+    ) -> Result<Vec<NodeRecord>, RemoteError> {
+        let call = ClaimEpoch { epoch, map, home: self.address() };
         // This node first: whoever cannot claim here claims nowhere.
-        self.claim_here(call.clone()).await?;
+        self.store_claim(call.clone()).await?;
         let asks = reached.iter().map(|node| {
             let call = &call;
             async move { (node, self.caller.call(&node_address(node), call).await) }
@@ -233,9 +239,9 @@ impl Node {
         for (node, answer) in join_all(asks).await {
             match answer {
                 Ok(()) => claimed.push(node.clone()),
-                Err(error) if error.kind() == Kind::Fenced => {
+                Err(error) if error.kind() == ErrorKind::Fenced => {
                     let text = format!("node {} refuses epoch {epoch}: {error}", node.name);
-                    return Err(failure(Kind::Fenced, text));
+                    return Err(remote_error(ErrorKind::Fenced, text));
                 }
                 Err(error) => tracing::warn!(node = %node.name, %error, "a node did not claim"),
             }
@@ -245,7 +251,7 @@ impl Node {
 
     /// Marks on the nodes that have none, as far as they can be reached: those of the rings, and of one shard on all others. Returns
     /// the nodes that have one then.
-    async fn mark_again(
+    async fn mark_committed_again(
         &self,
         sources: &[NodeRecord],
         committed: &Committed,
@@ -283,14 +289,14 @@ impl Node {
     }
 
     /// Refuses when what was found says that more has to be read, or that something is missing.
-    fn check_census(
+    fn check_inventory(
         &self,
-        census: &Census,
+        census: &ClusterInventory,
         members: &[NodeRecord],
         reached: &[NodeRecord],
         standings: &[(NodeRecord, StandingAnswer)],
         accept_loss: bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         if accept_loss {
             return Ok(());
         }
@@ -298,7 +304,7 @@ impl Node {
         quorum.bound(census.codes().chain(self.settings.codes.iter().copied()));
         let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
         quorum.check(is_reached).map_err(|too_few| {
-            failure(Kind::Unavailable, format!("{too_few}; or use --accept-loss"))
+            remote_error(ErrorKind::Unavailable, format!("{too_few}; or use --accept-loss"))
         })?;
         for (save, nodes) in &census.doubts {
             let is_sound = |name: &PeerName| is_reached(name) && !nodes.contains(&NodeId::of(name));
@@ -309,7 +315,7 @@ impl Node {
                     "the commit mark of save {save} on {} does not parse; without, {too_few}; or use --accept-loss",
                     bad.join(", ")
                 );
-                failure(Kind::Unavailable, text)
+                remote_error(ErrorKind::Unavailable, text)
             })?;
         }
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
@@ -319,7 +325,7 @@ impl Node {
                 "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
                 unknown.len()
             );
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let reached: BTreeSet<NodeId> = reached.iter().map(|node| NodeId::of(&node.name)).collect();
         if let Some((committed, shard, missing)) = thin_ring(census, &reached) {
@@ -335,22 +341,22 @@ impl Node {
                 committed.step,
                 names.join(", ")
             );
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let Some(first) = census.incomplete().next() else { return Ok(()) };
         let text = format!(
             "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
             census.incomplete().count()
         );
-        Err(failure(Kind::Lost, text))
+        Err(remote_error(ErrorKind::Lost, text))
     }
 
     fn write_step(
         &self,
-        map: &mut MapWriter,
+        map: &mut DbWriter,
         committed: Committed,
         answer: &mut RebuildAnswer,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let Committed { job, step, saved, shards } = committed;
         let mut unfinished = None;
         for shard in shards {
@@ -380,7 +386,7 @@ impl Node {
 }
 
 /// Those that have been part of the cluster: an empty node has nothing to say.
-pub(in crate::node) fn been_here(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
+pub(in crate::node) fn former_members(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
     let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
     has_seen.map(|(node, _)| node).collect()
 }
@@ -403,12 +409,12 @@ fn options_for(code: CodeId) -> ArchiveOptions {
     ArchiveOptions { plan, codec: Codec::Kernel, parallel: 0 }
 }
 
-fn storage(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
+fn storage_nodes(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
     nodes.iter().filter(|node| node.storage).cloned().collect()
 }
 
 /// Storage nodes that are not among `reached`.
-pub(in crate::node) fn without<'a>(
+pub(in crate::node) fn not_reached<'a>(
     members: &'a [NodeRecord],
     reached: &'a [NodeRecord],
 ) -> impl Iterator<Item = &'a NodeRecord> {
@@ -416,18 +422,18 @@ pub(in crate::node) fn without<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-fn refuse_without_storage(members: &[NodeRecord]) -> Result<(), Failure> {
+fn refuse_without_storage(members: &[NodeRecord]) -> Result<(), RemoteError> {
     let all = members.iter().filter(|node| node.storage).count();
     if all == 0 {
         let text = "this daemon knows no storage node: rebuild on another one";
-        return Err(failure(Kind::Unavailable, text));
+        return Err(remote_error(ErrorKind::Unavailable, text));
     }
     Ok(())
 }
 
 /// The first shard whose receipts leave a doubt, and of whose ring more is missing than they can do without; and who is missing.
 fn thin_ring<'a>(
-    census: &'a Census,
+    census: &'a ClusterInventory,
     reached: &BTreeSet<NodeId>,
 ) -> Option<(&'a Committed, &'a str, Vec<NodeId>)> {
     for committed in census.steps.values() {

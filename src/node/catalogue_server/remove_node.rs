@@ -6,19 +6,19 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::cluster_inventory::node_address;
-use crate::catalogue::key_scan::Walk;
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::records::{
     CHECKPOINTS, NODES, ORPHANS, parse, parse_checkpoint_key, roots_prefix,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
 use crate::id::{NodeId, PeerName, SaveId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
 use crate::node::quorum::majority;
-use crate::node::rpc::failure::failure;
-use crate::wire::Failure;
+use crate::node::rpc::failure::remote_error;
+use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, RemoveNode};
 
 /// A node catches up within this.
@@ -30,31 +30,31 @@ const NAMED: usize = 8;
 
 impl Node {
     /// Takes a member off the list. Refused while it is live, and while a checkpoint may lie on it.
-    pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), Failure> {
+    pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.catalogue(), call.name);
         let key = format!("{NODES}{name}");
         loop {
             let Some(entry) = catalogue.get(&key).await? else {
                 let text = format!("no node {name} is registered: `rapidraid status` shows all");
-                return Err(failure(Kind::NotFound, text));
+                return Err(remote_error(ErrorKind::NotFound, text));
             };
             refuse_if_live(&*catalogue, &name).await?;
             self.keep_majority_without(&*catalogue, &name).await?;
-            let (count, first) = self.lying_on(&*catalogue, &name).await?;
+            let (count, first) = self.checkpoints_on(&*catalogue, &name).await?;
             if count > 0 {
                 let more = if count > first.len() { " and others" } else { "" };
                 let text = format!(
                     "{count} checkpoints may lie on node {name} ({}{more}): what is there may be their last copy",
                     first.join(", ")
                 );
-                return Err(failure(Kind::Exists, text));
+                return Err(remote_error(ErrorKind::Exists, text));
             }
             // That took a while: it may have come back.
             refuse_if_live(&*catalogue, &name).await?;
-            match catalogue.set(&key, Some(entry.revision), None).await? {
+            match catalogue.compare_and_set(&key, Some(entry.revision), None).await? {
                 SetOutcome::Set(_) => break,
                 // It has registered anew meanwhile, or somebody else was first.
-                SetOutcome::Other(_) => {}
+                SetOutcome::Conflict(_) => {}
             }
         }
         tracing::warn!(node = %name, "a node was taken out of the cluster");
@@ -66,7 +66,7 @@ impl Node {
         &self,
         catalogue: &dyn Catalogue,
         name: &PeerName,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let others: Vec<_> = nodes.filter(|node| node.storage && node.name != *name).collect();
         let call = CatchUp { without: Some(name.clone()) };
@@ -96,15 +96,15 @@ impl Node {
             majority(others.len()),
             why.join("; ")
         );
-        Err(failure(Kind::Unavailable, text))
+        Err(remote_error(ErrorKind::Unavailable, text))
     }
 
     /// How many steps have a shard with `name` in its ring, committed or under way, and the first of them.
-    async fn lying_on(
+    async fn checkpoints_on(
         &self,
         catalogue: &dyn Catalogue,
         name: &PeerName,
-    ) -> Result<(usize, Vec<String>), Failure> {
+    ) -> Result<(usize, Vec<String>), RemoteError> {
         let node = NodeId::of(name);
         let (mut count, mut first) = (0, Vec::new());
         let mut note = |what: String| {
@@ -114,14 +114,14 @@ impl Node {
             }
         };
         // A save without a known mark is kept until all nodes have been asked for one.
-        let mut orphans = Walk::over(catalogue, ORPHANS);
+        let mut orphans = KeyScan::over(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
             let orphan: Removing = parse(&key, &entry.value)?;
             if orphan.reason == RemoveReason::Aborted {
                 note(format!("save {}", orphan.save));
             }
         }
-        let mut checkpoints = Walk::over(catalogue, CHECKPOINTS);
+        let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
@@ -129,7 +129,7 @@ impl Node {
                 // Which nodes it takes is known to its client only.
                 Some(Writing::Open { .. }) => {
                     let text = format!("{job}/{step} is being saved: wait until it is done");
-                    return Err(failure(Kind::Busy, text));
+                    return Err(remote_error(ErrorKind::Busy, text));
                 }
                 Some(Writing::Decided { saved }) => vec![saved],
                 None => Vec::new(),
@@ -148,8 +148,8 @@ impl Node {
         catalogue: &dyn Catalogue,
         save: SaveId,
         node: NodeId,
-    ) -> Result<bool, Failure> {
-        let mut roots = Walk::over(catalogue, roots_prefix(save));
+    ) -> Result<bool, RemoteError> {
+        let mut roots = KeyScan::over(catalogue, roots_prefix(save));
         while let Some((key, entry)) = roots.next().await? {
             let root: ShardRoot = parse(&key, &entry.value)?;
             if root.ring.iter().any(|member| member.node == node) {
@@ -160,12 +160,12 @@ impl Node {
     }
 }
 
-async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), Failure> {
+async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), RemoteError> {
     let nodes = catalogue.nodes().await?;
     if nodes.iter().any(|view| view.node.name == *name && view.live) {
         let text =
             format!("node {name} is live: stop its daemon, and wait until its lease is over");
-        return Err(failure(Kind::Busy, text));
+        return Err(remote_error(ErrorKind::Busy, text));
     }
     Ok(())
 }

@@ -14,41 +14,41 @@ use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::background::retry::renewal;
+use crate::node::background::retry::renewal_interval;
 use crate::node::quorum::majority;
 use crate::store::{Kv, Maps, Store};
-use crate::wire::calls::{CHANGES_NOTHING, Claim, Hello, HelloAnswer};
+use crate::wire::calls::{CHANGES_NOTHING, ClaimEpoch, Hello, HelloAnswer};
 
 /// A member that does not say its epoch within this is not counted.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// A home that has heard too few nodes so often in a row changes nothing until it hears more.
 const MISSED_ROUNDS: u32 = 2;
 /// Between two rounds of a home that changes nothing.
-const CANDIDATE_WAIT: Duration = Duration::from_millis(500);
+const READ_ONLY_ROUND: Duration = Duration::from_millis(500);
 /// Members asked at once.
 const AT_ONCE: usize = 32;
 
 /// What this daemon is to the catalogue.
-pub(in crate::node) struct Hosting {
-    state: Mutex<State>,
+pub(in crate::node) struct CatalogueServer {
+    state: Mutex<ServingState>,
     maps: Arc<dyn Maps>,
     /// Storage nodes that were heard in the last round, and all of them.
     heard: Mutex<(usize, usize)>,
 }
 
-enum State {
+enum ServingState {
     /// It has no map, or one that is not to be used; why, if that is worth telling.
-    No(Option<String>),
+    NotServing(Option<String>),
     /// It should have a map and has none: why.
-    Without(String),
+    Missing(String),
     /// It has a map, which changes nothing until enough nodes have said that no other catalogue has begun.
-    Here(Arc<LocalCatalogue>),
+    Serving(Arc<LocalCatalogue>),
 }
 
 /// What opens a map as a catalogue.
 type Open<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
 
-impl Hosting {
+impl CatalogueServer {
     /// Looks at the map of this daemon. Where there is none, one is begun only by a daemon that is told to `begin`, in a data folder
     /// that has never seen an epoch.
     pub(in crate::node) fn start(
@@ -69,7 +69,7 @@ impl Hosting {
                 "the disk has no room for its map ({error}): free space and start the daemon again"
             );
             return Ok(Self {
-                state: Mutex::new(State::No(Some(why))),
+                state: Mutex::new(ServingState::NotServing(Some(why))),
                 maps,
                 heard: Mutex::default(),
             });
@@ -85,9 +85,9 @@ impl Hosting {
             Ok(Some(local)) => {
                 // Begun just now there is nobody to ask; nodes that know another map do not come.
                 local.set_read_only(!is_new);
-                State::Here(Arc::new(local))
+                ServingState::Serving(Arc::new(local))
             }
-            Ok(None) => State::No(None),
+            Ok(None) => ServingState::NotServing(None),
             Err(
                 error @ (CatalogueError::Gone { .. }
                 | CatalogueError::Incomplete { .. }
@@ -96,9 +96,9 @@ impl Hosting {
                 tracing::error!(%error, "this daemon does not serve the catalogue");
                 match error {
                     CatalogueError::Gone { found, .. } if found == Epoch::default() => {
-                        State::Without(error.to_string())
+                        ServingState::Missing(error.to_string())
                     }
-                    _ => State::No(Some(error.to_string())),
+                    _ => ServingState::NotServing(Some(error.to_string())),
                 }
             }
             Err(error) => return Err(error),
@@ -106,7 +106,7 @@ impl Hosting {
         Ok(Self { state: Mutex::new(state), maps, heard: Mutex::default() })
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    fn state(&self) -> std::sync::MutexGuard<'_, ServingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -116,11 +116,11 @@ impl Hosting {
 
     /// The catalogue, if this daemon serves it. One whose node has noted a later epoch, or another map of the same one, stands down here
     /// and now.
-    pub(in crate::node) fn home(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
+    pub(in crate::node) fn served(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
         let mut state = self.state();
-        let State::Here(local) = &*state else { return None };
-        let (epoch, map) = (store.epoch(), store.map());
-        let is_other = epoch == local.epoch() && map.is_some_and(|map| map != local.map());
+        let ServingState::Serving(local) = &*state else { return None };
+        let (epoch, map) = (store.epoch(), store.last_db_id());
+        let is_other = epoch == local.epoch() && map.is_some_and(|map| map != local.db_id());
         if epoch <= local.epoch() && !is_other {
             return Some(local.clone());
         }
@@ -129,7 +129,7 @@ impl Hosting {
             local.epoch()
         );
         tracing::warn!(why, "standing down");
-        *state = State::No(Some(why));
+        *state = ServingState::NotServing(Some(why));
         None
     }
 
@@ -139,26 +139,26 @@ impl Hosting {
             "the catalogue here is an old copy (revision {found}; {node} has heard of revision {heard}): it is not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
         );
         tracing::error!(why, "standing down");
-        *self.state() = State::No(Some(why));
+        *self.state() = ServingState::NotServing(Some(why));
     }
 
     /// Somebody took the map away under the running daemon: it answers as long as the process lives, and nothing that it writes lasts.
     fn is_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; make it again with `rapidraid catalogue rebuild`";
         tracing::error!(why, "standing down");
-        *self.state() = State::Without(why.to_owned());
+        *self.state() = ServingState::Missing(why.to_owned());
     }
 
     /// From here on this daemon serves `local`.
     pub(in crate::node) fn serve(&self, local: Arc<LocalCatalogue>) {
-        *self.state() = State::Here(local);
+        *self.state() = ServingState::Serving(local);
     }
 
     /// This node is a member of a catalogue that another one serves: that it has no map of its own is nothing to be mended.
-    pub(in crate::node) fn follows(&self) {
+    pub(in crate::node) fn step_down(&self) {
         let mut state = self.state();
-        if matches!(&*state, State::Without(_)) {
-            *state = State::No(None);
+        if matches!(&*state, ServingState::Missing(_)) {
+            *state = ServingState::NotServing(None);
         }
     }
 
@@ -169,16 +169,16 @@ impl Hosting {
     /// What an operator should know.
     pub(in crate::node) fn note(&self) -> Option<String> {
         match &*self.state() {
-            State::No(why) => why.clone(),
-            State::Without(why) => Some(why.clone()),
-            State::Here(local) if local.is_read_only() => {
+            ServingState::NotServing(why) => why.clone(),
+            ServingState::Missing(why) => Some(why.clone()),
+            ServingState::Serving(local) if local.is_read_only() => {
                 let (heard, all) = *self.heard.lock().unwrap_or_else(PoisonError::into_inner);
                 let needed = majority(all);
                 Some(format!(
                     "{CHANGES_NOTHING}: it hears {heard} of {all} storage nodes, {needed} are needed"
                 ))
             }
-            State::Here(_) => None,
+            ServingState::Serving(_) => None,
         }
     }
 }
@@ -192,18 +192,18 @@ pub(in crate::node) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> u
 impl Node {
     /// A home changes things only while it hears from more than half of the storage nodes that no other catalogue has begun. A rebuild
     /// needs more than half of them too: so no two catalogues change at the same time.
-    pub(in crate::node) async fn keep_hosting(self: Arc<Self>) {
+    pub(in crate::node) async fn run_catalogue_server(self: Arc<Self>) {
         let mut missed = 0;
         loop {
-            let Some(local) = self.hosted_catalogue() else {
+            let Some(local) = self.local_catalogue() else {
                 self.clock.sleep(self.settings.lease).await;
                 continue;
             };
-            if self.hosting.maps().is_gone() {
-                self.hosting.is_lost();
+            if self.catalogue_server.maps().is_gone() {
+                self.catalogue_server.is_lost();
                 continue;
             }
-            let hears = self.hears_enough(&local).await;
+            let hears = self.has_majority(&local).await;
             missed = if hears { 0 } else { missed + 1 };
             if local.is_read_only() && hears {
                 tracing::info!(epoch = %local.epoch(), "the catalogue is served");
@@ -212,32 +212,35 @@ impl Node {
                 tracing::warn!(epoch = %local.epoch(), "the catalogue changes nothing: too few nodes are heard");
                 local.set_read_only(true);
             }
-            let wait =
-                if local.is_read_only() { CANDIDATE_WAIT } else { renewal(self.settings.lease) };
+            let wait = if local.is_read_only() {
+                READ_ONLY_ROUND
+            } else {
+                renewal_interval(self.settings.lease)
+            };
             self.clock.sleep(wait).await;
         }
     }
 
     /// Asks the nodes that the map knows, notes what is later than the map, and tells those of it that have not heard of it: a daemon
     /// on a new disk would serve an empty catalogue beside it. Storage nodes are counted.
-    pub(in crate::node) async fn hears_enough(&self, local: &LocalCatalogue) -> bool {
+    pub(in crate::node) async fn has_majority(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
         // One that stands down has to find the other home, and its seeds may be itself alone.
-        self.remote.know(nodes.iter().map(|view| node_address(&view.node)));
+        self.remote.add_endpoints(nodes.iter().map(|view| node_address(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
         for (node, hello) in self.hello_all(&nodes).await {
-            if hello.map == Some(local.map()) && hello.revision > local.revision() {
-                self.hosting.is_old_copy(&node.name, hello.revision, local.revision());
+            if hello.map == Some(local.db_id()) && hello.revision > local.revision() {
+                self.catalogue_server.is_old_copy(&node.name, hello.revision, local.revision());
                 return false;
             }
             let is_other =
-                hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.map());
+                hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.db_id());
             if hello.epoch > local.epoch() || is_other {
                 tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
                 let noted = self.on_store(move |store| match hello.map {
-                    Some(map) if !is_other => store.note_map(hello.epoch, map),
+                    Some(map) if !is_other => store.note_db_id(hello.epoch, map),
                     // Two maps of one epoch: neither goes on.
                     _ => store.raise_epoch(if is_other { hello.epoch.next() } else { hello.epoch }),
                 });
@@ -253,7 +256,7 @@ impl Node {
                 heard += usize::from(node.storage);
             }
         }
-        let call = Claim { epoch: local.epoch(), map: local.map(), home: self.address() };
+        let call = ClaimEpoch { epoch: local.epoch(), map: local.db_id(), home: self.address() };
         let tells = behind.iter().map(|node| async {
             let to = node_address(node);
             let told = self.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
@@ -264,7 +267,7 @@ impl Node {
             usize::from(told.is_ok() && node.storage)
         });
         let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
-        self.hosting.note_heard(heard, storage);
+        self.catalogue_server.note_heard(heard, storage);
         storage == 0 || heard >= majority(storage)
     }
 
@@ -297,18 +300,18 @@ impl Node {
     }
 
     /// Remembers who the other nodes are, for the day on which no catalogue answers.
-    pub(in crate::node) async fn remember_members(&self) -> Result<(), crate::wire::Failure> {
+    pub(in crate::node) async fn remember_members(&self) -> Result<(), crate::wire::RemoteError> {
         let met_before: Vec<PeerName> = {
-            let met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+            let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             met.keys().cloned().collect()
         };
         let mut nodes: Vec<NodeRecord> =
             self.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        self.remote.know(nodes.iter().map(node_address));
+        self.remote.add_endpoints(nodes.iter().map(node_address));
         self.on_store(move |store| store.put_members(&Members { nodes })).await?;
         // A node that was met before the list was read and is not on it was taken off it.
-        let mut met = self.met.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         met.retain(|name, _| !met_before.contains(name));
         Ok(())
     }

@@ -8,38 +8,38 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use crate::catalogue::key_scan::Walk;
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::records::{
     NOTHING_FORGOTTEN, Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
 use crate::node::catalogue_server::serving::tolerated;
 use crate::node::quorum::majority;
-use crate::node::rpc::failure::failure;
+use crate::node::rpc::failure::remote_error;
 use crate::pipeline::coordinator::shard_roots;
-use crate::stage::{Stage, about_to};
-use crate::store::{Scope, Store};
+use crate::stage::{TracePoint, trace_point};
+use crate::store::{RecordScope, Store};
 use crate::topology::Directory;
-use crate::wire::calls::{PutTombstone, RemoveAnswer, Sweep};
-use crate::wire::{Call, Failure};
+use crate::wire::calls::{PurgeSave, PutTombstone, RemoveAnswer};
+use crate::wire::{Call, RemoteError};
 
 /// A node with many small files takes long to remove them.
-const SWEEP_LIMIT: Duration = Duration::from_secs(60);
+const PURGE_LIMIT: Duration = Duration::from_secs(60);
 /// How often, and how long each time, a sweep waits for another one of the same save.
-const SWEEP_WAITS: u32 = 100;
-const SWEEP_WAIT: Duration = Duration::from_millis(100);
+const PURGE_WAITS: u32 = 100;
+const PURGE_WAIT: Duration = Duration::from_millis(100);
 /// Nodes asked at once.
 const AT_ONCE: usize = 32;
 /// Shards or stripes listed at a time.
 const PAGE: usize = 1024;
 
 /// How far a removal came.
-pub(in crate::node) struct Removed {
+pub(in crate::node) struct RemovalOutcome {
     /// For whoever asked.
     pub(in crate::node) answer: RemoveAnswer,
     /// All nodes have swept, and the catalogue has forgotten the save.
@@ -48,46 +48,46 @@ pub(in crate::node) struct Removed {
 
 impl Node {
     /// Carries one removal as far as it goes now. Safe to repeat.
-    pub(in crate::node) async fn removal(
+    pub(in crate::node) async fn finish_removal(
         &self,
         job: &Job,
         step: Step,
         entry: &Removing,
-    ) -> Result<Removed, Failure> {
+    ) -> Result<RemovalOutcome, RemoteError> {
         let what = format!("{job}/{step}");
         if entry.reason != RemoveReason::Aborted {
             // A catalogue that was rebuilt meanwhile may have it as committed again, by its marks.
             self.unpublish(job, step, entry.save, entry.reason).await?;
             // What the step was before goes first: without tombstones its marks would speak for the step when the newer save's are gone.
-            for older in self.removed_before(job, step, entry).await? {
+            for older in self.find_finished_removal(job, step, entry).await? {
                 self.unpublish(job, step, older.save, older.reason).await?;
-                self.entomb(&what, &older).await?;
+                self.put_tombstones(&what, &older).await?;
             }
         }
-        let answer = self.bury(&what, entry).await?;
+        let answer = self.fence_and_purge(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
-            self.forget(&*self.catalogue(), job, step, entry).await?;
+            self.forget_save(&*self.catalogue(), job, step, entry).await?;
         }
-        Ok(Removed { answer, is_complete })
+        Ok(RemovalOutcome { answer, is_complete })
     }
 
     /// Removes a save that belongs to no step's record, as far as it goes now; `true` when it is gone from all nodes.
-    pub(in crate::node) async fn removal_of_orphan(
+    pub(in crate::node) async fn finish_orphan_removal(
         &self,
         entry: &Removing,
-    ) -> Result<bool, Failure> {
-        let answer = self.bury(&format!("save {}", entry.save), entry).await?;
+    ) -> Result<bool, RemoteError> {
+        let answer = self.fence_and_purge(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
     }
 
     /// What was committed as the step before it and is being removed too; the oldest first.
-    async fn removed_before(
+    async fn find_finished_removal(
         &self,
         job: &Job,
         step: Step,
         entry: &Removing,
-    ) -> Result<Vec<Removing>, Failure> {
+    ) -> Result<Vec<Removing>, RemoteError> {
         let found = read::<Checkpoint>(&*self.catalogue(), &checkpoint_key(job, step)).await?;
         let mut removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
         let at = removing.iter().position(|other| other.save == entry.save);
@@ -97,24 +97,28 @@ impl Node {
     }
 
     /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
-    async fn bury(&self, what: &str, entry: &Removing) -> Result<RemoveAnswer, Failure> {
-        let (directory, marked) = self.entomb(what, entry).await?;
-        let swept = self.ask_all(&directory, &marked, &Sweep { save: entry.save }).await;
-        let waiting = without(&directory, &swept);
+    async fn fence_and_purge(
+        &self,
+        what: &str,
+        entry: &Removing,
+    ) -> Result<RemoveAnswer, RemoteError> {
+        let (directory, marked) = self.put_tombstones(what, entry).await?;
+        let swept = self.ask_all(&directory, &marked, &PurgeSave { save: entry.save }).await;
+        let waiting = not_reached(&directory, &swept);
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
 
     /// Fences the shards and writes tombstones, on enough nodes; answers with the nodes that have one.
-    async fn entomb(
+    async fn put_tombstones(
         &self,
         what: &str,
         entry: &Removing,
-    ) -> Result<(Directory, Vec<NodeId>), Failure> {
+    ) -> Result<(Directory, Vec<NodeId>), RemoteError> {
         let catalogue = self.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
         for root in &roots {
-            generation = generation.max(end_shard(&*catalogue, root.shard).await?);
+            generation = generation.max(delete_shard_keys(&*catalogue, root.shard).await?);
         }
         let tombstone = Tombstone {
             cluster: self.settings.cluster,
@@ -125,7 +129,7 @@ impl Node {
         let directory = Directory::new(catalogue.nodes().await?);
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
         let marked = self.ask_all(&directory, &directory.storage(), &call).await;
-        let missed = without(&directory, &marked);
+        let missed = not_reached(&directory, &marked);
         // Tombstones must be where a later rebuild finds one before it finds a mark.
         let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
         let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
@@ -144,7 +148,7 @@ impl Node {
                 "{what} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
                 names.join(", ")
             );
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         Ok((directory, marked))
     }
@@ -159,7 +163,7 @@ impl Node {
         stream::iter(nodes.iter().copied())
             .map(|node| async move {
                 let to = directory.address(node)?;
-                match self.caller.call_within(&address(&to), call, SWEEP_LIMIT).await {
+                match self.caller.call_within(&address(&to), call, PURGE_LIMIT).await {
                     Ok(_) => Some(node),
                     Err(error) => {
                         tracing::info!(node = %to.name, %error, "a removal waits for this node");
@@ -174,22 +178,22 @@ impl Node {
     }
 
     /// Every node has swept: the catalogue forgets the save.
-    async fn forget(
+    async fn forget_save(
         &self,
         catalogue: &dyn Catalogue,
         job: &Job,
         step: Step,
         entry: &Removing,
-    ) -> Result<(), Failure> {
-        about_to(Stage::Forget, entry.save);
+    ) -> Result<(), RemoteError> {
+        trace_point(TracePoint::Forget, entry.save);
         if entry.reason != RemoveReason::Aborted {
-            note_forgotten(catalogue).await?;
+            record_forgotten(catalogue).await?;
         }
         // By prefix: a save that died while it was sealed has states without roots.
         for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
-            let mut keys = Walk::over(catalogue, prefix);
+            let mut keys = KeyScan::over(catalogue, prefix);
             while let Some((key, found)) = keys.next().await? {
-                catalogue.set(&key, Some(found.revision), None).await?;
+                catalogue.compare_and_set(&key, Some(found.revision), None).await?;
             }
         }
         let key = checkpoint_key(job, step);
@@ -202,7 +206,9 @@ impl Node {
             } else {
                 Some(checkpoint.to_bytes()?)
             };
-            if let SetOutcome::Set(_) = catalogue.set(&key, Some(revision), value).await? {
+            if let SetOutcome::Set(_) =
+                catalogue.compare_and_set(&key, Some(revision), value).await?
+            {
                 break;
             }
         }
@@ -210,32 +216,38 @@ impl Node {
     }
 
     /// Removes a tombstoned save's files; answers with their bytes. One at a time per save: a long one is waited for by asking again.
-    pub(in crate::node) async fn sweep_save(&self, save: SaveId) -> Result<u64, Failure> {
+    pub(in crate::node) async fn purge_save(&self, save: SaveId) -> Result<u64, RemoteError> {
         let mut waits = 0;
         let mark = loop {
-            match Underway::begin(&self.sweeping, save) {
+            match ActiveSave::begin(&self.purging, save) {
                 Some(mark) => break mark,
-                None if waits == SWEEP_WAITS => {
+                None if waits == PURGE_WAITS => {
                     let text = format!("save {save} is being swept here: ask again");
-                    return Err(failure(Kind::Busy, text));
+                    return Err(remote_error(ErrorKind::Busy, text));
                 }
                 None => waits += 1,
             }
-            self.clock.sleep(SWEEP_WAIT).await;
+            self.clock.sleep(PURGE_WAIT).await;
         };
         // The mark goes with the job, which runs on when nobody waits for it any more, or with the wait for its turn.
         self.on_store(move |store| {
             let _mark = mark;
-            sweep_files(store, save)
+            purge_files(store, save)
         })
         .await
     }
 
     /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.
-    pub(in crate::node) async fn still_wanted(&self, save: SaveId) -> Result<(), Failure> {
+    pub(in crate::node) async fn ensure_not_removed(
+        &self,
+        save: SaveId,
+    ) -> Result<(), RemoteError> {
         if self.is_tombstoned(save).await? {
-            self.sweep_save(save).await?;
-            return Err(failure(Kind::Fenced, format!("save {save} was removed meanwhile")));
+            self.purge_save(save).await?;
+            return Err(remote_error(
+                ErrorKind::Fenced,
+                format!("save {save} was removed meanwhile"),
+            ));
         }
         Ok(())
     }
@@ -243,7 +255,7 @@ impl Node {
     /// Removes what `entry` names in the background.
     pub(in crate::node) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         self.spawn(|node| async move {
-            if let Err(error) = node.removal(&job, step, &entry).await {
+            if let Err(error) = node.finish_removal(&job, step, &entry).await {
                 tracing::warn!(%job, %step, %error, "a removal is not complete");
             }
         });
@@ -251,44 +263,49 @@ impl Node {
 }
 
 /// From here on the catalogue does not know all that was removed: nodes that catch up ask the others (docs/semantics.md, 2).
-pub(in crate::node) async fn note_forgotten(catalogue: &dyn Catalogue) -> Result<(), Failure> {
+pub(in crate::node) async fn record_forgotten(
+    catalogue: &dyn Catalogue,
+) -> Result<(), RemoteError> {
     if let Some(found) = catalogue.get(NOTHING_FORGOTTEN).await? {
-        catalogue.set(NOTHING_FORGOTTEN, Some(found.revision), None).await?;
+        catalogue.compare_and_set(NOTHING_FORGOTTEN, Some(found.revision), None).await?;
     }
     Ok(())
 }
 
 /// The storage nodes that are not `done`.
-fn without(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
+fn not_reached(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
     let missing = directory.storage().into_iter().filter(|node| !done.contains(node));
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
 /// Saves that somebody here is at.
-pub(in crate::node) type Underways = Arc<Mutex<HashSet<SaveId>>>;
+pub(in crate::node) type ActiveSaves = Arc<Mutex<HashSet<SaveId>>>;
 
 /// The mark that somebody here is at a save, until it is dropped.
-pub(in crate::node) struct Underway {
-    all: Underways,
+pub(in crate::node) struct ActiveSave {
+    all: ActiveSaves,
     save: SaveId,
 }
 
-impl Underway {
+impl ActiveSave {
     /// `None`: it has the mark.
-    pub(in crate::node) fn begin(all: &Underways, save: SaveId) -> Option<Self> {
+    pub(in crate::node) fn begin(all: &ActiveSaves, save: SaveId) -> Option<Self> {
         let is_new = all.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
         is_new.then(|| Self { all: all.clone(), save })
     }
 }
 
-impl std::ops::Drop for Underway {
+impl Drop for ActiveSave {
     fn drop(&mut self) {
         self.all.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.save);
     }
 }
 
 /// Fences a shard for good; answers with its last generation.
-async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generation, Failure> {
+async fn delete_shard_keys(
+    catalogue: &dyn Catalogue,
+    shard: ShardId,
+) -> Result<Generation, RemoteError> {
     let key = state_key(shard);
     let mut current = read::<ShardState>(catalogue, &key).await?;
     loop {
@@ -299,7 +316,7 @@ async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generati
         state.deleting = true;
         state.owner = None;
         state.generation = state.generation.next(catalogue.epoch());
-        about_to(Stage::Fence, shard);
+        trace_point(TracePoint::Fence, shard);
         match write(catalogue, &key, Some(revision), &state).await? {
             Written::Set(_) => return Ok(state.generation),
             Written::Other(other) => current = other,
@@ -307,14 +324,14 @@ async fn end_shard(catalogue: &dyn Catalogue, shard: ShardId) -> Result<Generati
     }
 }
 
-fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
+fn purge_files(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
     // The tombstone, or the grave that it left, must be durable here: it is the evidence.
     let has_tombstone = store.tombstone(save)?.is_some();
-    if !has_tombstone && !store.is_entombed(save)? {
+    if !has_tombstone && !store.is_recorded_removed(save)? {
         let text = format!("no tombstone of save {save} is here: nothing is removed");
-        return Err(failure(Kind::Denied, text));
+        return Err(remote_error(ErrorKind::Denied, text));
     }
-    about_to(Stage::Sweep, save);
+    trace_point(TracePoint::Sweep, save);
     let mut bytes = 0;
     let mut after = ShardId::before(save);
     loop {
@@ -323,18 +340,18 @@ fn sweep_files(store: &Store, save: SaveId) -> Result<u64, Failure> {
         let Some(last) = ours.last() else { break };
         after = Some(*last);
         for shard in ours.into_iter().filter(|shard| *shard != ShardId::new(save, u32::MAX)) {
-            bytes += sweep_shard(store, shard)?;
+            bytes += purge_shard(store, shard)?;
         }
     }
-    about_to(Stage::Grave, save);
+    trace_point(TracePoint::Grave, save);
     // Nothing is left to remove. The fence stays, in its small form; the tombstone goes when that is durable.
-    if has_tombstone && store.entomb(save)? {
+    if has_tombstone && store.record_removed(save)? {
         store.remove_tombstone(save)?;
     }
     Ok(bytes)
 }
 
-fn sweep_shard(store: &Store, shard: ShardId) -> Result<u64, Failure> {
+fn purge_shard(store: &Store, shard: ShardId) -> Result<u64, RemoteError> {
     let mut bytes = 0;
     let mut after = None;
     loop {
@@ -347,16 +364,16 @@ fn sweep_shard(store: &Store, shard: ShardId) -> Result<u64, Failure> {
                     bytes += file_bytes;
                 }
             }
-            bytes += sweep_records(store, Scope::Stripe(stripe))?;
+            bytes += purge_records(store, RecordScope::Stripe(stripe))?;
         }
     }
-    Ok(bytes + sweep_records(store, Scope::Shard(shard))?)
+    Ok(bytes + purge_records(store, RecordScope::Shard(shard))?)
 }
 
-fn sweep_records(store: &Store, scope: Scope) -> Result<u64, Failure> {
+fn purge_records(store: &Store, scope: RecordScope) -> Result<u64, RemoteError> {
     let mut bytes = 0;
-    for (name, len) in store.list_small(scope)? {
-        if store.remove_small(scope, &name)? {
+    for (name, len) in store.list_record_files(scope)? {
+        if store.remove_record_file(scope, &name)? {
             bytes += len;
         }
     }

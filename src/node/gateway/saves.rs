@@ -16,17 +16,19 @@ use crate::format::records::{
     RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
 use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::node::Node;
-use crate::node::background::retry::look;
+use crate::node::background::retry::scan_interval;
 use crate::node::quorum::majority;
-use crate::node::rpc::failure::failure;
+use crate::node::rpc::failure::remote_error;
 use crate::pipeline::coordinator::shard_roots;
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
-use crate::wire::Failure;
-use crate::wire::calls::{Abort, Begin, BeginAnswer, Commit, Keep, PutMark, Seal};
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, PutMark, RenewLease,
+};
 
 /// Removed saves that one step may have pending.
 const MAX_REMOVING: usize = 32;
@@ -37,35 +39,38 @@ const SHARDS_AT_ONCE: usize = 8;
 /// Marks of one shard written at once.
 const MARKS_AT_ONCE: usize = 32;
 
-fn committed(job: &Job, step: Step) -> Failure {
-    failure(Kind::Exists, format!("{job}/{step} is committed: save another step, or use --replace"))
+fn committed(job: &Job, step: Step) -> RemoteError {
+    remote_error(
+        ErrorKind::Exists,
+        format!("{job}/{step} is committed: save another step, or use --replace"),
+    )
 }
 
 impl Node {
-    async fn directory(&self) -> Result<Directory, Failure> {
+    async fn directory(&self) -> Result<Directory, RemoteError> {
         Ok(Directory::new(self.catalogue().nodes().await?))
     }
 
     /// The first configured code for which enough nodes are live.
-    fn choose_code(&self, live: usize) -> Result<(u8, u8), Failure> {
+    fn choose_code(&self, live: usize) -> Result<(u8, u8), RemoteError> {
         let fits = self.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
         fits.copied().ok_or_else(|| {
             if live == 0 {
                 let text = "no storage node has a lease: none runs, or the catalogue hears too few to change anything";
-                return failure(Kind::Unavailable, text);
+                return remote_error(ErrorKind::Unavailable, text);
             }
             let smallest = self.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
             let text = format!(
                 "{live} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
             );
-            failure(Kind::Unavailable, text)
+            remote_error(ErrorKind::Unavailable, text)
         })
     }
 
-    pub(in crate::node) async fn begin(
+    pub(in crate::node) async fn begin_save(
         self: &Arc<Self>,
-        call: Begin,
-    ) -> Result<BeginAnswer, Failure> {
+        call: BeginSave,
+    ) -> Result<BeginSaveAnswer, RemoteError> {
         let catalogue = self.catalogue();
         let live = self.directory().await?.live_storage();
         let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
@@ -78,7 +83,7 @@ impl Node {
         let (n, k) = self.choose_code(nodes.len())?;
         nodes.truncate(MAX_RING);
         let (granted, period) = catalogue.lease_grant().await?;
-        about_to(Stage::Begin, format_args!("{}/{}", call.job, call.step));
+        trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
         let begun = self.open_save(&*catalogue, &call, granted).await;
         if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
             && let Err(error) = catalogue.lease_revoke(granted).await
@@ -86,7 +91,7 @@ impl Node {
             tracing::info!(%error, "a lease that nobody has will end by itself");
         }
         let (generation, lease) = begun?;
-        Ok(BeginAnswer {
+        Ok(BeginSaveAnswer {
             save: call.save,
             generation,
             lease,
@@ -102,12 +107,12 @@ impl Node {
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
-        call: &Begin,
+        call: &BeginSave,
         lease: LeaseId,
-    ) -> Result<(Generation, LeaseId), Failure> {
+    ) -> Result<(Generation, LeaseId), RemoteError> {
         let over = || {
             let text = format!("save {} is over: save again", call.save);
-            failure(Kind::Fenced, text)
+            remote_error(ErrorKind::Fenced, text)
         };
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read::<Checkpoint>(catalogue, &key).await?;
@@ -125,12 +130,13 @@ impl Node {
                 Some(Writing::Open { lease: other, .. })
                     if catalogue.lease_touch(other, false).await? =>
                 {
-                    let gone = (self.settings.lease + look(self.settings.lease)).as_secs() + 1;
+                    let gone =
+                        (self.settings.lease + scan_interval(self.settings.lease)).as_secs() + 1;
                     let text = format!(
                         "{}/{} is being saved by another client: wait for it (one that is gone is given up within {gone} s), or save another step",
                         call.job, call.step
                     );
-                    return Err(failure(Kind::Exists, text));
+                    return Err(remote_error(ErrorKind::Exists, text));
                 }
                 Some(Writing::Open { save, generation, .. }) => {
                     aborted = Some(Removing { save, generation, reason: RemoveReason::Aborted });
@@ -155,7 +161,7 @@ impl Node {
                     "{}/{} waits for nodes to remove older saves: start the nodes that are down",
                     call.job, call.step
                 );
-                return Err(failure(Kind::Busy, text));
+                return Err(remote_error(ErrorKind::Busy, text));
             }
             let seen = [
                 checkpoint.committed.as_ref().map(|saved| saved.generation),
@@ -178,15 +184,21 @@ impl Node {
         }
     }
 
-    pub(in crate::node) async fn keep(&self, call: Keep) -> Result<(), Failure> {
+    pub(in crate::node) async fn renew_lease(&self, call: RenewLease) -> Result<(), RemoteError> {
         if self.catalogue().lease_touch(call.lease, true).await? {
             Ok(())
         } else {
-            Err(failure(Kind::Fenced, "the save's lease is over: it was aborted; save again"))
+            Err(remote_error(
+                ErrorKind::Fenced,
+                "the save's lease is over: it was aborted; save again",
+            ))
         }
     }
 
-    pub(in crate::node) async fn seal(&self, call: Seal) -> Result<(), Failure> {
+    pub(in crate::node) async fn complete_shard(
+        &self,
+        call: CompleteShard,
+    ) -> Result<(), RemoteError> {
         let root = call.root;
         let geometry = root.geometry()?;
         let ring: HashSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
@@ -198,20 +210,21 @@ impl Node {
             && root.layout == LAYOUT_STANDARD
             && root.field == FIELD_GF8;
         if !fits {
-            return Err(failure(
-                Kind::Invalid,
+            return Err(remote_error(
+                ErrorKind::Invalid,
                 format!("the root of shard {} does not fit together", root.name),
             ));
         }
         let directory = self.directory().await?;
         if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
             let text = format!("node {node} of the ring of shard {} is not registered", root.name);
-            return Err(failure(Kind::Invalid, text));
+            return Err(remote_error(ErrorKind::Invalid, text));
         }
         let catalogue = self.catalogue();
         let key = checkpoint_key(&root.job, root.step);
-        let not_open =
-            || failure(Kind::Fenced, format!("save {} is not open: save again", root.save));
+        let not_open = || {
+            remote_error(ErrorKind::Fenced, format!("save {} is not open: save again", root.save))
+        };
         let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
         let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
             Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
@@ -219,9 +232,9 @@ impl Node {
         };
         let fresh = ShardState::fresh(generation, geometry.stripes());
         let keys = [state_key(root.shard), root_key(root.save, root.index)];
-        about_to(Stage::Seal, root.shard);
-        create(&*catalogue, &keys[0], &fresh).await?;
-        create(&*catalogue, &keys[1], &root).await?;
+        trace_point(TracePoint::Seal, root.shard);
+        create_or_find(&*catalogue, &keys[0], &fresh).await?;
+        create_or_find(&*catalogue, &keys[1], &root).await?;
         // The save may have been aborted, and removed, before these were there to be removed with it.
         let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
         if checkpoint.is_some_and(|(checkpoint, _)| has_save(&checkpoint, root.save)) {
@@ -229,26 +242,29 @@ impl Node {
         }
         for key in &keys {
             if let Some(found) = catalogue.get(key).await? {
-                catalogue.set(key, Some(found.revision), None).await?;
+                catalogue.compare_and_set(key, Some(found.revision), None).await?;
             }
         }
         Err(not_open())
     }
 
     /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
-    pub(in crate::node) async fn commit(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+    pub(in crate::node) async fn commit_save(
+        self: &Arc<Self>,
+        call: CommitSave,
+    ) -> Result<Saved, RemoteError> {
         let node = self.clone();
         let work = self.tasks.spawn(async move { node.decide(call).await });
         let died = |_| {
-            failure(
-                Kind::Unavailable,
+            remote_error(
+                ErrorKind::Unavailable,
                 "the daemon is stopping: ask another one whether the step is committed",
             )
         };
         work.await.map_err(died)?
     }
 
-    async fn decide(self: &Arc<Self>, call: Commit) -> Result<Saved, Failure> {
+    async fn decide(self: &Arc<Self>, call: CommitSave) -> Result<Saved, RemoteError> {
         let catalogue = self.catalogue();
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read::<Checkpoint>(&*catalogue, &key).await?;
@@ -265,18 +281,18 @@ impl Node {
                     return self.publish(&call.job, call.step, saved).await;
                 }
                 Some(Writing::Open { save, generation, .. }) if save == call.save => {
-                    self.sealed(&call, generation).await?
+                    self.collect_roots(&call, generation).await?
                 }
                 _ => {
                     let text = format!(
                         "save {} of {}/{} was aborted, or another one took its place: save again",
                         call.save, call.job, call.step
                     );
-                    return Err(failure(Kind::Fenced, text));
+                    return Err(remote_error(ErrorKind::Fenced, text));
                 }
             };
             checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
-            about_to(Stage::Decide, format_args!("{}/{}", call.job, call.step));
+            trace_point(TracePoint::Decide, format_args!("{}/{}", call.job, call.step));
             match write(&*catalogue, &key, Some(revision), &checkpoint).await? {
                 Written::Set(_) => return self.publish(&call.job, call.step, saved).await,
                 Written::Other(other) => current = other,
@@ -285,7 +301,11 @@ impl Node {
     }
 
     /// What the sealed shards of a save amount to.
-    async fn sealed(&self, call: &Commit, generation: Generation) -> Result<Saved, Failure> {
+    async fn collect_roots(
+        &self,
+        call: &CommitSave,
+        generation: Generation,
+    ) -> Result<Saved, RemoteError> {
         let roots = shard_roots(&*self.catalogue(), call.save).await?;
         // A checkpoint has a shard: without this, a commit of none would decide a save that has just begun.
         let complete = call.shards > 0
@@ -300,10 +320,13 @@ impl Node {
                 call.shards,
                 call.save
             );
-            return Err(failure(Kind::Invalid, text));
+            return Err(remote_error(ErrorKind::Invalid, text));
         }
         let Some(roots_hash) = roots_hash(roots.iter()) else {
-            return Err(failure(Kind::Internal, "a root that was read cannot be written"));
+            return Err(remote_error(
+                ErrorKind::Internal,
+                "a root that was read cannot be written",
+            ));
         };
         Ok(Saved {
             save: call.save,
@@ -321,7 +344,7 @@ impl Node {
         job: &Job,
         step: Step,
         saved: Saved,
-    ) -> Result<Saved, Failure> {
+    ) -> Result<Saved, RemoteError> {
         let catalogue = self.catalogue();
         // Before the roots are read: what an older catalogue says is not marked under a later epoch.
         let epoch = catalogue.epoch();
@@ -329,15 +352,15 @@ impl Node {
         let directory = self.directory().await?;
         let (directory, saved) = (&directory, &saved);
         let first = roots.first().cloned();
-        let marks = roots.into_iter().map(|root| self.mark(directory, saved, root, epoch));
+        let marks = roots.into_iter().map(|root| self.mark_ring(directory, saved, root, epoch));
         let marked: Vec<Vec<NodeId>> =
             stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         if let Some(root) = first {
             let marked = marked.into_iter().flatten().collect();
-            self.mark_beyond(directory, saved, root, epoch, marked).await?;
+            self.mark_majority(directory, saved, root, epoch, marked).await?;
         }
         let mut superseded = None;
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             if checkpoint.committed.as_ref().is_some_and(|other| other.save == saved.save) {
                 return Ok(None);
             }
@@ -353,7 +376,7 @@ impl Node {
             checkpoint.removing.extend(superseded.clone());
             Ok(Some(checkpoint))
         };
-        about_to(Stage::Publish, format_args!("{job}/{step}"));
+        trace_point(TracePoint::Publish, format_args!("{job}/{step}"));
         update(&*catalogue, &checkpoint_key(job, step), change).await?;
         if let Some(entry) = superseded {
             self.remove_later(job.clone(), step, entry);
@@ -363,13 +386,13 @@ impl Node {
     }
 
     /// Marks of one shard on its ring: all but k-1 nodes at most must have one. Answers with those that do.
-    async fn mark(
+    async fn mark_ring(
         &self,
         directory: &Directory,
         saved: &Saved,
         root: ShardRoot,
         epoch: Epoch,
-    ) -> Result<Vec<NodeId>, Failure> {
+    ) -> Result<Vec<NodeId>, RemoteError> {
         let tolerated = usize::from(root.k) - 1;
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let (name, cluster) = (root.name.clone(), self.settings.cluster);
@@ -382,21 +405,21 @@ impl Node {
                 missed.len(),
                 missed.join("; ")
             );
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         Ok(marked)
     }
 
     /// Marks of a save's first shard on nodes that have none of the save, until more than half of the storage nodes have one: whoever reads
     /// without a catalogue asks as many (docs/semantics.md, 2).
-    async fn mark_beyond(
+    async fn mark_majority(
         &self,
         directory: &Directory,
         saved: &Saved,
         root: ShardRoot,
         epoch: Epoch,
         mut marked: HashSet<NodeId>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         let storage = directory.storage();
         let mark = CommitMark { cluster: self.settings.cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
@@ -415,7 +438,7 @@ impl Node {
                     majority(storage.len()),
                     missed.join("; ")
                 );
-                return Err(failure(Kind::Unavailable, text));
+                return Err(remote_error(ErrorKind::Unavailable, text));
             }
             let next: Vec<NodeId> = others.drain(..missing.min(others.len())).collect();
             let (done, failed) = self.put_marks(directory, &next, &call).await;
@@ -452,9 +475,12 @@ impl Node {
         (marked, missed)
     }
 
-    pub(in crate::node) async fn abort(self: &Arc<Self>, call: Abort) -> Result<(), Failure> {
+    pub(in crate::node) async fn abort_save(
+        self: &Arc<Self>,
+        call: AbortSave,
+    ) -> Result<(), RemoteError> {
         let mut entry = None;
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             match checkpoint.writing.take() {
                 Some(Writing::Open { save, generation, .. }) if save == call.save => {
                     let removing = Removing { save, generation, reason: RemoveReason::Aborted };
@@ -466,7 +492,7 @@ impl Node {
                     checkpoint.writing = writing;
                     if is_decided(&checkpoint, call.save) {
                         let text = format!("save {} is decided: it is not aborted", call.save);
-                        return Err(failure(Kind::Exists, text));
+                        return Err(remote_error(ErrorKind::Exists, text));
                     }
                     Ok(None)
                 }
@@ -497,16 +523,17 @@ fn has_save(checkpoint: &Checkpoint, of: SaveId) -> bool {
 }
 
 /// Makes a record; one that is there already must be the same.
-async fn create<R: Record + PartialEq>(
+async fn create_or_find<R: Record + PartialEq>(
     catalogue: &dyn Catalogue,
     key: &str,
     record: &R,
-) -> Result<(), Failure> {
+) -> Result<(), RemoteError> {
     match write(catalogue, key, None, record).await? {
         Written::Set(_) => Ok(()),
         Written::Other(Some((same, _))) if same == *record => Ok(()),
-        Written::Other(_) => {
-            Err(failure(Kind::Fenced, format!("{key} exists with other content: save again")))
-        }
+        Written::Other(_) => Err(remote_error(
+            ErrorKind::Fenced,
+            format!("{key} exists with other content: save again"),
+        )),
     }
 }

@@ -10,17 +10,17 @@ use crate::catalogue::records::{
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardState};
 use crate::id::{Job, SaveId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::Role;
 use crate::node::Node;
-use crate::node::rpc::dispatch::{Request, Served};
-use crate::node::rpc::failure::failure;
+use crate::node::rpc::dispatch::{OpenCall, Request};
+use crate::node::rpc::failure::remote_error;
 use crate::pipeline::coordinator::shard_roots;
-use crate::stage::{Stage, about_to};
-use crate::wire::Failure;
+use crate::stage::{TracePoint, trace_point};
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    Archive, ArchiveEvent, GetState, List, ListAnswer, NodeView, Remove, RemoveAnswer, Show,
-    ShowAnswer, StepView,
+    ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
+    RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
 /// Shards in one page of an answer.
@@ -28,8 +28,11 @@ pub(in crate::node) const SHARDS_SHOWN: usize = 128;
 /// Events kept for a client that watches an archiving.
 const EVENTS: usize = 64;
 
-pub(in crate::node) fn not_committed(job: &Job, step: Step) -> Failure {
-    failure(Kind::NotFound, format!("{job}/{step} is not committed: `rapidraid ls` shows what is"))
+pub(in crate::node) fn not_committed(job: &Job, step: Step) -> RemoteError {
+    remote_error(
+        ErrorKind::NotFound,
+        format!("{job}/{step} is not committed: `rapidraid ls` shows what is"),
+    )
 }
 
 /// What became of a save that was to go out of sight.
@@ -43,26 +46,30 @@ pub(in crate::node) enum Unpublished {
 }
 
 impl Node {
-    pub(in crate::node) async fn remove(
+    pub(in crate::node) async fn remove_step(
         self: &Arc<Self>,
-        call: Remove,
-    ) -> Result<RemoveAnswer, Failure> {
-        let Remove { job, step, save } = &call;
+        call: RemoveStep,
+    ) -> Result<RemoveAnswer, RemoteError> {
+        let RemoveStep { job, step, save } = &call;
         let entry = match self.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
             Unpublished::Removing(entry) => entry,
             Unpublished::Other => {
                 let text = format!(
                     "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to go as well"
                 );
-                return Err(failure(Kind::Fenced, text));
+                return Err(remote_error(ErrorKind::Fenced, text));
             }
             Unpublished::Nothing => return Err(not_committed(job, *step)),
         };
         let node = self.clone();
-        let work =
-            self.tasks.spawn(async move { node.removal(&call.job, call.step, &entry).await });
+        let work = self
+            .tasks
+            .spawn(async move { node.finish_removal(&call.job, call.step, &entry).await });
         let removed = work.await.map_err(|_| {
-            failure(Kind::Unavailable, "the daemon is stopping: the removal goes on later")
+            remote_error(
+                ErrorKind::Unavailable,
+                "the daemon is stopping: the removal goes on later",
+            )
         })?;
         Ok(removed?.answer)
     }
@@ -74,10 +81,10 @@ impl Node {
         step: Step,
         save: SaveId,
         reason: RemoveReason,
-    ) -> Result<Unpublished, Failure> {
+    ) -> Result<Unpublished, RemoteError> {
         let mut found = Unpublished::Nothing;
         // It is asked anew when somebody else, or an answer of ours that was lost, has changed the record meanwhile.
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, Failure> {
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
                 let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
                 found = match (checkpoint.committed, going) {
@@ -92,19 +99,22 @@ impl Node {
             checkpoint.removing.push(entry);
             Ok(Some(checkpoint))
         };
-        about_to(Stage::Removing, format_args!("{job}/{step}"));
+        trace_point(TracePoint::Removing, format_args!("{job}/{step}"));
         update(&*self.catalogue(), &checkpoint_key(job, step), change).await?;
         Ok(found)
     }
 
-    pub(in crate::node) async fn list(self: &Arc<Self>, call: List) -> Result<ListAnswer, Failure> {
-        match self.unless_away(self.list_known(call.clone())).await {
+    pub(in crate::node) async fn list_steps(
+        self: &Arc<Self>,
+        call: ListSteps,
+    ) -> Result<ListStepsAnswer, RemoteError> {
+        match self.try_catalogue(self.list_catalogue(call.clone())).await {
             Some(answer) => answer,
-            None => self.list_away(call).await,
+            None => self.list_by_marks(call).await,
         }
     }
 
-    async fn list_known(&self, call: List) -> Result<ListAnswer, Failure> {
+    async fn list_catalogue(&self, call: ListSteps) -> Result<ListStepsAnswer, RemoteError> {
         let catalogue = self.catalogue();
         let prefix = match &call.job {
             Some(job) => format!("{CHECKPOINTS}{job}/"),
@@ -122,14 +132,14 @@ impl Node {
                 steps.push(StepView { job, step, saved, by_marks: false });
             }
         }
-        Ok(ListAnswer { steps, next })
+        Ok(ListStepsAnswer { steps, next })
     }
 
     /// The greatest committed step of a job.
-    async fn latest(&self, job: &Job) -> Result<StepView, Failure> {
+    async fn latest(&self, job: &Job) -> Result<StepView, RemoteError> {
         let (mut after, mut latest) = (None, None);
         loop {
-            let page = self.list_known(List { job: Some(job.clone()), after }).await?;
+            let page = self.list_catalogue(ListSteps { job: Some(job.clone()), after }).await?;
             latest = page.steps.into_iter().next_back().or(latest);
             match page.next {
                 Some(next) => after = Some(next),
@@ -137,21 +147,24 @@ impl Node {
             }
         }
         latest.ok_or_else(|| {
-            failure(
-                Kind::NotFound,
+            remote_error(
+                ErrorKind::NotFound,
                 format!("no step of {job} is committed: `rapidraid ls` shows what is"),
             )
         })
     }
 
-    pub(in crate::node) async fn show(self: &Arc<Self>, call: Show) -> Result<ShowAnswer, Failure> {
-        match self.unless_away(self.show_known(call.clone())).await {
+    pub(in crate::node) async fn show_step(
+        self: &Arc<Self>,
+        call: ShowStep,
+    ) -> Result<ShowStepAnswer, RemoteError> {
+        match self.try_catalogue(self.show_catalogue(call.clone())).await {
             Some(answer) => answer,
-            None => self.show_away(call).await,
+            None => self.show_by_marks(call).await,
         }
     }
 
-    async fn show_known(&self, call: Show) -> Result<ShowAnswer, Failure> {
+    async fn show_catalogue(&self, call: ShowStep) -> Result<ShowStepAnswer, RemoteError> {
         let catalogue = self.catalogue();
         let step = match call.step {
             None => self.latest(&call.job).await?,
@@ -169,52 +182,57 @@ impl Node {
             let state = read::<ShardState>(&*catalogue, &state_key(root.shard)).await?;
             shards.push((root, state.map(|(state, _)| state)));
         }
-        Ok(ShowAnswer { step, shards })
+        Ok(ShowStepAnswer { step, shards })
     }
 
-    pub(in crate::node) async fn get_state(
+    pub(in crate::node) async fn get_shard_state(
         self: &Arc<Self>,
-        call: GetState,
-    ) -> Result<Option<ShardState>, Failure> {
+        call: GetShardState,
+    ) -> Result<Option<ShardState>, RemoteError> {
         let known = async {
             let state = read::<ShardState>(&*self.catalogue(), &state_key(call.shard)).await?;
             Ok(state.map(|(state, _)| state))
         };
-        match self.unless_away(known).await {
+        match self.try_catalogue(known).await {
             Some(answer) => answer,
-            None => self.state_away(call).await,
+            None => self.state_by_marks(call).await,
         }
     }
 
     /// A node asks the catalogue's home: what is only believed here is no answer for it.
-    pub(in crate::node) async fn nodes(
+    pub(in crate::node) async fn list_nodes(
         self: &Arc<Self>,
         asks: Role,
-    ) -> Result<Vec<NodeView>, Failure> {
+    ) -> Result<Vec<NodeView>, RemoteError> {
         if asks == Role::Node {
-            return Ok(self.hosted()?.nodes().await?);
+            return Ok(self.served_catalogue()?.nodes().await?);
         }
-        match self.unless_away(async { Ok(self.catalogue().nodes().await?) }).await {
+        match self.try_catalogue(async { Ok(self.catalogue().nodes().await?) }).await {
             Some(answer) => answer,
-            None => self.nodes_away().await,
+            None => self.nodes_by_members().await,
         }
     }
 
     /// The archiving is this daemon's task; the client watches it and may go.
-    pub(in crate::node) async fn archive(self: &Arc<Self>, request: Request, mut served: Served) {
-        let call = match request.parse::<Archive>() {
+    pub(in crate::node) async fn archive_step(
+        self: &Arc<Self>,
+        request: Request,
+        mut served: OpenCall,
+    ) {
+        let call = match request.parse::<ArchiveStep>() {
             Ok(call) => call,
             Err(error) => return self.refuse(served, error.into()).await,
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
         let (coordinator, stop) = (self.coordinator(), self.stop.clone());
-        let stopping = || failure(Kind::Unavailable, "the daemon is stopping: another one goes on");
+        let stopping =
+            || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one goes on");
         let work = self.tasks.spawn(async move {
             let archive = coordinator.archive(&call.job, call.step, call.options, &events);
             let result = tokio::select! {
                 biased;
                 () = stop.cancelled() => Err(stopping()),
-                result = archive => result.map_err(Failure::from),
+                result = archive => result.map_err(RemoteError::from),
             };
             if let Err(error) = &result {
                 tracing::warn!(job = %call.job, step = %call.step, %error, "archiving stopped");

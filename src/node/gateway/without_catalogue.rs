@@ -17,23 +17,23 @@ use crate::catalogue::records::checkpoint_key;
 use crate::clock::deadline;
 use crate::format::records::{Node as NodeRecord, Saved, ShardState, Standing};
 use crate::id::{Generation, NodeId, PeerName, SaveId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
 use crate::node::catalogue_server::cluster_inventory::node_address;
-use crate::node::catalogue_server::rebuild::been_here;
-use crate::node::quorum::{Quorum, TooFew, is_older};
-use crate::node::rpc::failure::failure;
-use crate::wire::Failure;
+use crate::node::catalogue_server::rebuild::former_members;
+use crate::node::quorum::{Quorum, TooFew, is_unknown_call};
+use crate::node::rpc::failure::remote_error;
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    Buried, GetState, List, ListAnswer, ListDamagedMarks, Marked, MarkedSave, NodeView,
-    ShardHolding, Show, ShowAnswer, StandingAnswer, StepView,
+    FindRemovedSaves, GetShardState, ListDamagedMarks, ListMarkedSaves, ListSteps, ListStepsAnswer,
+    MarkedSave, NodeView, ShardHolding, ShowStep, ShowStepAnswer, StandingAnswer, StepView,
 };
 
 /// So long what was put together of a save is used again: a big one takes long, and is shown by many pages.
 const SAVE_LASTS: Duration = Duration::from_secs(60);
 /// So long a look at the nodes is used again, and the catalogue is not asked again.
-const LOOK_LASTS: Duration = Duration::from_secs(5);
+const SNAPSHOT_LASTS: Duration = Duration::from_secs(5);
 /// A catalogue that does not answer a reader within this is looked for no longer.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
 /// A key that is asked for to find out whether a catalogue answers; nothing has it.
@@ -50,31 +50,31 @@ const MAX_SHARDS: u32 = 4096;
 const NODES_AT_ONCE: usize = 4;
 
 /// Marks are read again so often while steps are removed.
-const LOOKS_AT_MARKS: usize = 4;
+const MARK_READS: usize = 4;
 
-type Saves = BTreeMap<SaveId, MarkedSave>;
+type MarkedSaves = BTreeMap<SaveId, MarkedSave>;
 /// Saves of which only damaged marks are known, and the nodes that have those.
-type Damaged = BTreeMap<SaveId, BTreeSet<PeerName>>;
+type DamagedMarks = BTreeMap<SaveId, BTreeSet<PeerName>>;
 
 /// What was seen of the nodes, and of the save that was looked at last.
 #[derive(Default)]
-pub(in crate::node) struct Away {
+pub(in crate::node) struct OutageReader {
     /// No catalogue answered the last time that this node wanted something of it: whoever reads need not wait for the same.
     is_unheard: AtomicBool,
-    look: Mutex<Option<(Duration, Arc<Look>)>>,
+    look: Mutex<Option<(Duration, Arc<MarkSnapshot>)>>,
     /// Held by whoever looks; the others wait for what it finds.
     looking: tokio::sync::Mutex<()>,
-    save: tokio::sync::Mutex<Option<Gathered>>,
+    save: tokio::sync::Mutex<Option<CollectedMarks>>,
 }
 
 /// A save as it was put together, and when that began.
-struct Gathered {
+struct CollectedMarks {
     at: Duration,
     committed: Arc<Committed>,
 }
 
 /// The nodes at one moment, and the committed steps that they have marks of.
-struct Look {
+struct MarkSnapshot {
     /// Storage nodes whose marks are known, and whether they are enough.
     heard: Vec<NodeRecord>,
     quorum: Quorum,
@@ -82,15 +82,15 @@ struct Look {
     steps: BTreeMap<String, MarkedSave>,
 }
 
-impl Look {
+impl MarkSnapshot {
     /// Refuses when something that was committed, or removed, could be known to none of `heard`.
-    fn enough(&self, heard: &[NodeRecord]) -> Result<(), Failure> {
-        self.enough_without(heard, &BTreeSet::new()).map_err(|too_few| {
-            failure(Kind::Unavailable, format!("no catalogue answers, and {too_few}"))
+    fn check_quorum(&self, heard: &[NodeRecord]) -> Result<(), RemoteError> {
+        self.check_quorum_without(heard, &BTreeSet::new()).map_err(|too_few| {
+            remote_error(ErrorKind::Unavailable, format!("no catalogue answers, and {too_few}"))
         })
     }
 
-    fn enough_without(
+    fn check_quorum_without(
         &self,
         heard: &[NodeRecord],
         without: &BTreeSet<PeerName>,
@@ -100,9 +100,9 @@ impl Look {
     }
 }
 
-impl Away {
+impl OutageReader {
     /// Notes whether a catalogue answers.
-    pub(in crate::node) fn heard(&self, answers: bool) {
+    pub(in crate::node) fn set_answering(&self, answers: bool) {
         self.is_unheard.store(!answers, Ordering::Relaxed);
         if answers {
             self.forget();
@@ -117,14 +117,15 @@ impl Away {
 
 impl Node {
     /// What the catalogue says; `None` when none answers, now or a moment ago.
-    pub(in crate::node) async fn unless_away<T>(
+    pub(in crate::node) async fn try_catalogue<T>(
         &self,
-        known: impl Future<Output = Result<T, Failure>>,
-    ) -> Option<Result<T, Failure>> {
-        if self.hosted_catalogue().is_some() {
+        known: impl Future<Output = Result<T, RemoteError>>,
+    ) -> Option<Result<T, RemoteError>> {
+        if self.local_catalogue().is_some() {
             return Some(known.await);
         }
-        if self.away.is_unheard.load(Ordering::Relaxed) || self.last_look().is_some() {
+        if self.outage_reader.is_unheard.load(Ordering::Relaxed) || self.cached_snapshot().is_some()
+        {
             return None;
         }
         // One short question finds out; what is asked may take its time.
@@ -132,22 +133,22 @@ impl Node {
         let probe = catalogue.get(PROBE);
         deadline(&*self.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
         let known = known.await;
-        let is_away = known.as_ref().is_err_and(|error| error.kind == Kind::Unavailable);
+        let is_away = known.as_ref().is_err_and(|error| error.kind == ErrorKind::Unavailable);
         (!is_away).then_some(known)
     }
 
-    fn last_look(&self) -> Option<Arc<Look>> {
-        let look = self.away.look.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_fresh = |at: &Duration| self.clock.now() < at.saturating_add(LOOK_LASTS);
+    fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
+        let look = self.outage_reader.look.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_fresh = |at: &Duration| self.clock.now() < at.saturating_add(SNAPSHOT_LASTS);
         look.as_ref().filter(|(at, _)| is_fresh(at)).map(|(_, look)| look.clone())
     }
 
     /// Committed steps, in order.
-    pub(in crate::node) async fn list_away(
+    pub(in crate::node) async fn list_by_marks(
         self: &Arc<Self>,
-        call: List,
-    ) -> Result<ListAnswer, Failure> {
-        let look = self.look_around().await?;
+        call: ListSteps,
+    ) -> Result<ListStepsAnswer, RemoteError> {
+        let look = self.refresh_snapshot().await?;
         let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
         let is_wanted =
             |found: &MarkedSave| call.job.as_ref().is_none_or(|wanted| *wanted == found.job);
@@ -157,105 +158,111 @@ impl Node {
         let steps: Vec<StepView> = found.take(SAVES_PER_PAGE).map(view).collect();
         let last = steps.last().filter(|_| steps.len() == SAVES_PER_PAGE);
         let next = last.map(|last| (last.job.clone(), last.step));
-        Ok(ListAnswer { steps, next })
+        Ok(ListStepsAnswer { steps, next })
     }
 
     /// A page of one committed step.
-    pub(in crate::node) async fn show_away(
+    pub(in crate::node) async fn show_by_marks(
         self: &Arc<Self>,
-        call: Show,
-    ) -> Result<ShowAnswer, Failure> {
-        let looked_before = self.last_look().is_some();
-        match self.show_by_marks(&call).await {
+        call: ShowStep,
+    ) -> Result<ShowStepAnswer, RemoteError> {
+        let looked_before = self.cached_snapshot().is_some();
+        match self.show_from_marks(&call).await {
             // The look is of some seconds ago: what it saw may be gone since, for a newer save.
-            Err(error) if error.kind == Kind::NotFound && looked_before => {
-                self.away.forget();
-                self.show_by_marks(&call).await
+            Err(error) if error.kind == ErrorKind::NotFound && looked_before => {
+                self.outage_reader.forget();
+                self.show_from_marks(&call).await
             }
             shown => shown,
         }
     }
 
-    async fn show_by_marks(self: &Arc<Self>, call: &Show) -> Result<ShowAnswer, Failure> {
-        let look = self.look_around().await?;
+    async fn show_from_marks(
+        self: &Arc<Self>,
+        call: &ShowStep,
+    ) -> Result<ShowStepAnswer, RemoteError> {
+        let look = self.refresh_snapshot().await?;
         let marked = match call.step {
             Some(step) => look.steps.get(&checkpoint_key(&call.job, step)),
             None => look.steps.values().rfind(|found| found.job == call.job),
         };
         let Some(marked) = marked else {
             let text = format!("no node has a commit mark of that step of {}", call.job);
-            return Err(failure(Kind::NotFound, text));
+            return Err(remote_error(ErrorKind::NotFound, text));
         };
         let after = self.clock.now().saturating_sub(SAVE_LASTS);
-        let committed = self.committed(&look, marked, after).await?;
+        let committed = self.committed_save(&look, marked, after).await?;
         let page = committed.shards.iter().skip(call.first_shard as usize);
         let shards = page
             .take(SHARDS_SHOWN)
             .map(|shard| (shard.root.clone(), Some(shard.state.clone())))
             .collect();
-        Ok(ShowAnswer { step: view(marked), shards })
+        Ok(ShowStepAnswer { step: view(marked), shards })
     }
 
     /// The state of a shard, as the receipts tell it. Who asks has found no way to read in the state that it knew: an answer from before
     /// the question could be that one.
-    pub(in crate::node) async fn state_away(
+    pub(in crate::node) async fn state_by_marks(
         self: &Arc<Self>,
-        call: GetState,
-    ) -> Result<Option<ShardState>, Failure> {
+        call: GetShardState,
+    ) -> Result<Option<ShardState>, RemoteError> {
         let asked_at = self.clock.now();
-        let look = self.look_around().await?;
+        let look = self.refresh_snapshot().await?;
         let save = call.shard.save();
         let marked = look.steps.values().find(|marked| marked.saved.save == save);
         let Some(marked) = marked else { return Ok(None) };
-        let committed = self.committed(&look, marked, asked_at).await?;
+        let committed = self.committed_save(&look, marked, asked_at).await?;
         let shard = committed.shards.iter().find(|shard| shard.root.shard == call.shard);
         Ok(shard.map(|shard| shard.state.clone()))
     }
 
     /// The nodes that are known here, and which of them answer.
-    pub(in crate::node) async fn nodes_away(self: &Arc<Self>) -> Result<Vec<NodeView>, Failure> {
+    pub(in crate::node) async fn nodes_by_members(
+        self: &Arc<Self>,
+    ) -> Result<Vec<NodeView>, RemoteError> {
         let (members, hellos) = self.gather_members().await?;
         let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
         Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
     }
 
     /// In a task of its own: whoever waits may go, and what is found is there for the next.
-    async fn look_around(self: &Arc<Self>) -> Result<Arc<Look>, Failure> {
-        if let Some(look) = self.last_look() {
+    async fn refresh_snapshot(self: &Arc<Self>) -> Result<Arc<MarkSnapshot>, RemoteError> {
+        if let Some(look) = self.cached_snapshot() {
             return Ok(look);
         }
         let node = self.clone();
         let work = self.tasks.spawn(async move {
-            let _alone = node.away.looking.lock().await;
-            if let Some(look) = node.last_look() {
+            let _alone = node.outage_reader.looking.lock().await;
+            if let Some(look) = node.cached_snapshot() {
                 return Ok(look);
             }
-            let look = Arc::new(node.look_anew().await?);
+            let look = Arc::new(node.take_snapshot().await?);
             let steps = look.steps.len();
             tracing::warn!(
                 steps,
                 nodes = look.heard.len(),
                 "no catalogue answers: reading by marks"
             );
-            let mut last = node.away.look.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut last = node.outage_reader.look.lock().unwrap_or_else(PoisonError::into_inner);
             *last = Some((node.clock.now(), look.clone()));
             Ok(look)
         });
-        work.await
-            .map_err(|_| failure(Kind::Unavailable, "the daemon is stopping: ask another one"))?
+        work.await.map_err(|_| {
+            remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask another one")
+        })?
     }
 
-    async fn look_anew(&self) -> Result<Look, Failure> {
+    async fn take_snapshot(&self) -> Result<MarkSnapshot, RemoteError> {
         let (members, hellos) = self.gather_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
-        let mut standings = self.standings(&storage.collect::<Vec<_>>()).await;
+        let mut standings = self.fetch_standings(&storage.collect::<Vec<_>>()).await;
         // An empty node says that it is behind; one of an older program says that it has seen no epoch.
-        let been_here = been_here(hellos.clone());
+        let been_here = former_members(hellos.clone());
         standings.retain(|(node, answer)| {
             answer.standing != Standing::Unknown
                 || been_here.iter().any(|other| other.name == node.name)
         });
-        let mut look = Look {
+        let mut look = MarkSnapshot {
             heard: standings.iter().map(|(node, _)| node.clone()).collect(),
             quorum: Quorum::new(&members, &standings),
             steps: BTreeMap::new(),
@@ -263,11 +270,11 @@ impl Node {
         if look.quorum.is_empty() {
             let text =
                 "no catalogue answers, and this daemon knows no storage node: ask another one";
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let (marked, damaged) = self.read_marks(&mut look).await?;
         // A node whose disk was emptied meanwhile may have answered with nothing.
-        let after = self.standings(&look.heard).await;
+        let after = self.fetch_standings(&look.heard).await;
         let standing = |answers: &[(NodeRecord, StandingAnswer)], name: &PeerName| {
             answers.iter().find(|(node, _)| node.name == *name).map(|(_, answer)| answer.standing)
         };
@@ -277,16 +284,16 @@ impl Node {
         });
         let codes = marked.values().map(|found| (found.n, found.k));
         look.quorum.bound(codes.chain(self.settings.codes.iter().copied()));
-        look.enough(&look.heard)?;
+        look.check_quorum(&look.heard)?;
         for (save, nodes) in &damaged {
             // The nodes without it say that it was never committed, if they are enough.
-            look.enough_without(&look.heard, nodes).map_err(|too_few| {
+            look.check_quorum_without(&look.heard, nodes).map_err(|too_few| {
                 let names: Vec<&str> = nodes.iter().map(PeerName::as_str).collect();
                 let text = format!(
                     "no catalogue answers, and the commit mark of save {save} on {} does not parse; without, {too_few}",
                     names.join(", ")
                 );
-                failure(Kind::Unavailable, text)
+                remote_error(ErrorKind::Unavailable, text)
             })?;
         }
         for found in marked.into_values() {
@@ -301,20 +308,23 @@ impl Node {
 
     /// The marks of saves that no node has buried, and the saves of which only damaged ones are known; nodes that do not say all of it are
     /// heard no more.
-    async fn read_marks(&self, look: &mut Look) -> Result<(Saves, Damaged), Failure> {
+    async fn read_marks(
+        &self,
+        look: &mut MarkSnapshot,
+    ) -> Result<(MarkedSaves, DamagedMarks), RemoteError> {
         let mut buried = BTreeSet::new();
-        for _ in 0..LOOKS_AT_MARKS {
+        for _ in 0..MARK_READS {
             let asks: Vec<_> = std::mem::take(&mut look.heard)
                 .into_iter()
                 .map(|node| async move {
-                    let saves = self.marked_on(&node).await;
+                    let saves = self.marks_on(&node).await;
                     let saves = saves.inspect_err(|error| {
                         tracing::info!(node = %node.name, %error, "its marks are not known");
                     });
                     Some((node, saves.ok()?))
                 })
                 .collect();
-            let (mut marked, mut damaged): (Saves, Damaged) = Default::default();
+            let (mut marked, mut damaged): (MarkedSaves, DamagedMarks) = Default::default();
             let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
             while let Some(answer) = answers.next().await {
                 let Some((node, (saves, unread))) = answer else { continue };
@@ -330,7 +340,7 @@ impl Node {
             drop(answers);
             damaged.retain(|save, _| !marked.contains_key(save));
             let known = buried.len();
-            buried.extend(self.find_buried(look, &marked, &damaged).await);
+            buried.extend(self.find_removed(look, &marked, &damaged).await);
             // A step that was replaced meanwhile may have its new mark on a node that had been read before.
             if buried.len() == known {
                 marked.retain(|save, _| !buried.contains(save));
@@ -340,19 +350,19 @@ impl Node {
         }
         let text =
             "no catalogue answers, and steps are removed while their marks are read: ask again";
-        Err(failure(Kind::Unavailable, text))
+        Err(remote_error(ErrorKind::Unavailable, text))
     }
 
     /// All saves that a node has marks of, and those of which it has damaged ones.
-    async fn marked_on(&self, node: &NodeRecord) -> Result<(Saves, Vec<SaveId>), Failure> {
-        let (mut saves, mut after) = (Saves::new(), None);
+    async fn marks_on(&self, node: &NodeRecord) -> Result<(MarkedSaves, Vec<SaveId>), RemoteError> {
+        let (mut saves, mut after) = (MarkedSaves::new(), None);
         let to = address(&node_address(node));
         let damaged = match self.caller.call_within(&to, &ListDamagedMarks {}, PAGE_LIMIT).await {
-            Err(error) if is_older(&error) => Vec::new(),
+            Err(error) if is_unknown_call(&error) => Vec::new(),
             damaged => damaged?,
         };
         loop {
-            let page = self.caller.call_within(&to, &Marked { after }, PAGE_LIMIT).await?;
+            let page = self.caller.call_within(&to, &ListMarkedSaves { after }, PAGE_LIMIT).await?;
             saves.extend(page.saves.into_iter().map(|found| (found.saved.save, found)));
             // A page goes on behind the one before; anything else would never end.
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
@@ -364,7 +374,12 @@ impl Node {
     }
 
     /// A removal that was reported has left a tombstone, or a grave, on one of the nodes that are heard. One that does not say is not.
-    async fn find_buried(&self, look: &mut Look, marked: &Saves, damaged: &Damaged) -> Vec<SaveId> {
+    async fn find_removed(
+        &self,
+        look: &mut MarkSnapshot,
+        marked: &MarkedSaves,
+        damaged: &DamagedMarks,
+    ) -> Vec<SaveId> {
         let all: Vec<SaveId> = marked.keys().chain(damaged.keys()).copied().collect();
         let asks: Vec<_> = std::mem::take(&mut look.heard)
             .into_iter()
@@ -374,7 +389,7 @@ impl Node {
                     let to = address(&node_address(&node));
                     let mut gone = Vec::new();
                     for saves in all.chunks(SAVES_PER_PAGE) {
-                        let call = Buried { saves: saves.to_vec() };
+                        let call = FindRemovedSaves { saves: saves.to_vec() };
                         gone.extend(self.caller.call_within(&to, &call, PAGE_LIMIT).await.ok()?);
                     }
                     Some((node, gone))
@@ -392,31 +407,36 @@ impl Node {
     }
 
     /// The roots and states of a committed save, as the nodes told them after the given time.
-    async fn committed(
+    async fn committed_save(
         self: &Arc<Self>,
-        look: &Arc<Look>,
+        look: &Arc<MarkSnapshot>,
         marked: &MarkedSave,
         after: Duration,
-    ) -> Result<Arc<Committed>, Failure> {
+    ) -> Result<Arc<Committed>, RemoteError> {
         let (node, look, saved) = (self.clone(), look.clone(), marked.saved.clone());
         let work = self.tasks.spawn(async move {
-            let mut last = node.away.save.lock().await;
-            if let Some(Gathered { at, committed }) = &*last
+            let mut last = node.outage_reader.save.lock().await;
+            if let Some(CollectedMarks { at, committed }) = &*last
                 && *at > after
                 && committed.saved == saved
             {
                 return Ok(committed.clone());
             }
             let at = node.clock.now();
-            let committed = Arc::new(node.committed_anew(&look, &saved).await?);
-            *last = Some(Gathered { at, committed: committed.clone() });
+            let committed = Arc::new(node.read_committed_save(&look, &saved).await?);
+            *last = Some(CollectedMarks { at, committed: committed.clone() });
             Ok(committed)
         });
-        work.await
-            .map_err(|_| failure(Kind::Unavailable, "the daemon is stopping: ask another one"))?
+        work.await.map_err(|_| {
+            remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask another one")
+        })?
     }
 
-    async fn committed_anew(&self, look: &Look, saved: &Saved) -> Result<Committed, Failure> {
+    async fn read_committed_save(
+        &self,
+        look: &MarkSnapshot,
+        saved: &Saved,
+    ) -> Result<Committed, RemoteError> {
         let save = saved.save;
         if saved.shards > MAX_SHARDS {
             return Err(too_many("shards of one checkpoint"));
@@ -432,35 +452,38 @@ impl Node {
             .heard
             .iter()
             .map(|node| async move {
-                let read = self.each_holding(node, save, |held| add(node, held)).await;
+                let read = self.for_each_holding(node, save, |held| add(node, held)).await;
                 read.is_ok().then(|| node.clone())
             })
             .collect();
         let answers: Vec<_> = stream::iter(asks).buffered(NODES_AT_ONCE).collect().await;
         let heard: Vec<NodeRecord> = answers.into_iter().flatten().collect();
-        look.enough(&heard)?;
+        look.check_quorum(&heard)?;
         let evidence = evidence.into_inner().unwrap_or_else(PoisonError::into_inner);
         match evidence.judge(save, Generation::default()) {
             Verdict::Committed(committed) => Ok(*committed),
             Verdict::Orphan(_) | Verdict::Removing { .. } => {
                 let text = format!("save {save} was removed, or never committed");
-                Err(failure(Kind::NotFound, text))
+                Err(remote_error(ErrorKind::NotFound, text))
             }
             Verdict::Incomplete { job, step, why, .. } => {
                 let text = format!("{job}/{step} cannot be read without a catalogue: {why}");
-                Err(failure(Kind::Lost, text))
+                Err(remote_error(ErrorKind::Lost, text))
             }
         }
     }
 
     /// Those of the given saves that this node has removed, or is to.
-    pub(in crate::node) async fn buried(&self, call: Buried) -> Result<Vec<SaveId>, Failure> {
+    pub(in crate::node) async fn find_removed_saves(
+        &self,
+        call: FindRemovedSaves,
+    ) -> Result<Vec<SaveId>, RemoteError> {
         if call.saves.len() > SAVES_PER_PAGE {
             let text = format!(
                 "{} saves are asked about, at most {SAVES_PER_PAGE} may be",
                 call.saves.len()
             );
-            return Err(failure(Kind::Invalid, text));
+            return Err(remote_error(ErrorKind::Invalid, text));
         }
         let mut gone = Vec::new();
         for save in call.saves {
@@ -481,9 +504,9 @@ fn view(marked: &MarkedSave) -> StepView {
     }
 }
 
-fn too_many(what: &str) -> Failure {
+fn too_many(what: &str) -> RemoteError {
     let text = format!(
         "no catalogue answers, and there are too many {what} to find them by their marks: start its daemon, or `rapidraid catalogue rebuild`"
     );
-    failure(Kind::Unavailable, text)
+    remote_error(ErrorKind::Unavailable, text)
 }

@@ -9,26 +9,27 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
-use super::failure::failure;
+use super::failure::remote_error;
 use crate::budget::Reservation;
 use crate::clock::deadline;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::node::Node;
-use crate::pipeline::executor::Incoming;
+use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
-    ALL, Abort, Archive, Begin, Buried, CatalogueGet, CatalogueList, CatalogueSet, CatchUp, Claim,
-    Commit, Drop, ExamineStripe, Fetch, GetRecord, GetStanding, GetState, HandOver, Hello,
-    HoldStill, Inspect, Inventory, Keep, LeaseGrant, LeaseRevoke, LeaseTouch, List,
-    ListDamagedMarks, ListGraves, ListSources, Marked, Members, MoveCatalogue, NodeStatus, Nodes,
-    PolicyStatus, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, Read,
-    ReadSource, Rebuild, Register, Release, Remove, RemoveNode, Reserve, Run, Seal, Show, Suspect,
-    Sweep,
+    ALL, AbortSave, ArchiveStep, BeginSave, CatchUp, ClaimEpoch, CommitSave, CompareAndSetKey,
+    CompleteShard, CopyReplica, DropReplicas, ExamineStripe, FindRemovedSaves, GetKey,
+    GetNodeStatus, GetPolicyStatus, GetRecord, GetShardState, GetStanding, GrantLease, Hello,
+    ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListMarkedSaves, ListMembers, ListNodes,
+    ListRemovedSaves, ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock,
+    PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
+    RebuildCatalogue, RegisterNode, ReleasePart, RemoveNode, RemoveStep, RenewLease, ReservePart,
+    RevokeLease, RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
-    Call, Failure, MAX_FRAME_BYTES, StreamHeader, Who, WireError, answer_to_bytes, parse_message,
-    parse_request, split_request,
+    AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, WireError, answer_to_bytes,
+    parse_message, parse_request, split_request,
 };
 
 /// The longest [`StreamHeader`].
@@ -41,7 +42,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
 /// Calls whose requests may be longer: they carry what grows with a stripe's blocks. Parsed, a list takes many times its bytes.
 const LONG_CALLS: &[u8] =
-    &[PutRecord::NUMBER, PutPlaces::NUMBER, PutReceipt::NUMBER, Reserve::NUMBER];
+    &[PutRecord::NUMBER, PutPlaces::NUMBER, PutReceipt::NUMBER, ReservePart::NUMBER];
 /// Calls of one connection at once.
 const CALLS_AT_ONCE: usize = 256;
 
@@ -60,7 +61,7 @@ impl Request {
 }
 
 /// An open call on the serving side.
-pub(in crate::node) struct Served {
+pub(in crate::node) struct OpenCall {
     /// Who asks.
     pub peer: Peer,
     /// Answers go here.
@@ -94,7 +95,7 @@ impl Node {
                     let Ok(slot) = slots.clone().acquire_owned().await else { break };
                     let (node, peer, connection) = (self.clone(), peer.clone(), connection.clone());
                     self.spawn(|_| async move {
-                        let served = Served { peer, send, recv: FramedRecv::new(recv) };
+                        let served = OpenCall { peer, send, recv: FramedRecv::new(recv) };
                         tokio::select! {
                             biased;
                             () = connection.closed() => {}
@@ -112,7 +113,7 @@ impl Node {
     async fn stream(&self, peer: &Peer, mut stream: Box<dyn RecvStream>) {
         if peer.role != Role::Node {
             tracing::warn!(%peer, "a client opened a hop's stream");
-            stream.stop(Kind::Denied.wire_code());
+            stream.stop(ErrorKind::Denied.wire_code());
             return;
         }
         let mut stream = FramedRecv::new(stream);
@@ -125,23 +126,23 @@ impl Node {
         match header {
             Some(header) => {
                 let from = peer.name.to_string();
-                self.runs.arrived(&header, Incoming { from, recv: stream });
+                self.executor.accept_stream(&header, IncomingStream { from, recv: stream });
             }
-            None => stream.stop(Kind::Invalid.wire_code()),
+            None => stream.stop(ErrorKind::Invalid.wire_code()),
         }
     }
 
-    async fn call(self: &Arc<Self>, mut served: Served) {
+    async fn call(self: &Arc<Self>, mut served: OpenCall) {
         let read = deadline(&*self.clock, REQUEST_LIMIT, self.request(&mut served.recv)).await;
         let request = match read {
             Ok(Ok(Some(request))) => request,
             Ok(Ok(None)) => return,
             Ok(Err(error)) => {
                 tracing::warn!(peer = %served.peer, %error, "a request did not come through");
-                let refusal = failure(error.kind(), error.to_string());
+                let refusal = remote_error(error.kind(), error.to_string());
                 return self.refuse(served, refusal).await;
             }
-            Err(_) => return served.recv.stop(Kind::Timeout.wire_code()),
+            Err(_) => return served.recv.stop(ErrorKind::Timeout.wire_code()),
         };
         let number = match split_request(&request.frame) {
             Ok((number, _)) => number,
@@ -149,20 +150,20 @@ impl Node {
         };
         let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
             let unknown = format!("call {number} is unknown here: the peer speaks a newer version");
-            return self.refuse(served, failure(Kind::Invalid, unknown)).await;
+            return self.refuse(served, remote_error(ErrorKind::Invalid, unknown)).await;
         };
         if request.frame.len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
             let long = format!(
                 "{name} of {} bytes: it may have {SHORT_REQUEST_BYTES}",
                 request.frame.len()
             );
-            return self.refuse(served, failure(Kind::Invalid, long)).await;
+            return self.refuse(served, remote_error(ErrorKind::Invalid, long)).await;
         }
-        if *who == Who::Nodes && served.peer.role != Role::Node {
+        if *who == AllowedCaller::Nodes && served.peer.role != Role::Node {
             tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
             let denied =
                 format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
-            return self.refuse(served, failure(Kind::Denied, denied)).await;
+            return self.refuse(served, remote_error(ErrorKind::Denied, denied)).await;
         }
         self.dispatch(number, request, served).await;
     }
@@ -182,25 +183,25 @@ impl Node {
         Ok(frame.map(|frame| Request { frame, _memory: memory }))
     }
 
-    pub(in crate::node) async fn refuse(&self, mut served: Served, refusal: Failure) {
+    pub(in crate::node) async fn refuse(&self, mut served: OpenCall, refusal: RemoteError) {
         if self.answer::<()>(&mut served, Err(refusal)).await {
             // Without a clean end the caller would see a reset and lose the reason.
             let _ = served.send.finish().await;
         }
-        served.recv.stop(Kind::Invalid.wire_code());
+        served.recv.stop(ErrorKind::Invalid.wire_code());
     }
 
     /// Writes an answer. `false`: the peer is gone.
     pub(in crate::node) async fn answer<C: serde::Serialize>(
         &self,
-        served: &mut Served,
-        answer: Result<C, Failure>,
+        served: &mut OpenCall,
+        answer: Result<C, RemoteError>,
     ) -> bool {
         // Paths are the same on every machine: who asked has to know whose disk it is.
         let answer = answer.map_err(|failure| match failure.kind {
-            Kind::Io => {
+            ErrorKind::Io => {
                 let message = format!("node {}: {}", self.settings.name, failure.message);
-                Failure { message, ..failure }
+                RemoteError { message, ..failure }
             }
             _ => failure,
         });
@@ -219,11 +220,11 @@ impl Node {
     async fn reply<C, F>(
         self: &Arc<Self>,
         request: Request,
-        mut served: Served,
+        mut served: OpenCall,
         work: impl FnOnce(C) -> F,
     ) where
         C: Call,
-        F: Future<Output = Result<C::Answer, Failure>>,
+        F: Future<Output = Result<C::Answer, RemoteError>>,
     {
         let call = match request.parse::<C>() {
             Ok(call) => call,
@@ -248,7 +249,7 @@ impl Node {
         }
     }
 
-    async fn dispatch(self: &Arc<Self>, number: u8, request: Request, served: Served) {
+    async fn dispatch(self: &Arc<Self>, number: u8, request: Request, served: OpenCall) {
         macro_rules! reply {
             ($call:ident => $work:expr) => {
                 self.reply::<$call, _>(request, served, $work).await
@@ -260,65 +261,79 @@ impl Node {
                 let peer = &peer;
                 reply!(Hello => |call| self.hello(call, peer))
             }
-            Begin::NUMBER => reply!(Begin => |call| self.begin(call)),
-            Keep::NUMBER => reply!(Keep => |call| self.keep(call)),
-            Seal::NUMBER => reply!(Seal => |call| self.seal(call)),
-            Commit::NUMBER => reply!(Commit => |call| self.commit(call)),
-            Abort::NUMBER => reply!(Abort => |call| self.abort(call)),
-            Remove::NUMBER => reply!(Remove => |call| self.remove(call)),
-            List::NUMBER => reply!(List => |call| self.list(call)),
-            Show::NUMBER => reply!(Show => |call| self.show(call)),
-            GetState::NUMBER => reply!(GetState => |call| self.get_state(call)),
-            Nodes::NUMBER => {
+            BeginSave::NUMBER => reply!(BeginSave => |call| self.begin_save(call)),
+            RenewLease::NUMBER => reply!(RenewLease => |call| self.renew_lease(call)),
+            CompleteShard::NUMBER => reply!(CompleteShard => |call| self.complete_shard(call)),
+            CommitSave::NUMBER => reply!(CommitSave => |call| self.commit_save(call)),
+            AbortSave::NUMBER => reply!(AbortSave => |call| self.abort_save(call)),
+            RemoveStep::NUMBER => reply!(RemoveStep => |call| self.remove_step(call)),
+            ListSteps::NUMBER => reply!(ListSteps => |call| self.list_steps(call)),
+            ShowStep::NUMBER => reply!(ShowStep => |call| self.show_step(call)),
+            GetShardState::NUMBER => reply!(GetShardState => |call| self.get_shard_state(call)),
+            ListNodes::NUMBER => {
                 let role = served.peer.role;
-                reply!(Nodes => |_| self.nodes(role))
+                reply!(ListNodes => |_| self.list_nodes(role))
             }
-            NodeStatus::NUMBER => reply!(NodeStatus => |_| self.status()),
+            GetNodeStatus::NUMBER => reply!(GetNodeStatus => |_| self.get_node_status()),
             RemoveNode::NUMBER => reply!(RemoveNode => |call| self.remove_node(call)),
-            PolicyStatus::NUMBER => reply!(PolicyStatus => |call| self.policy_status(call)),
+            GetPolicyStatus::NUMBER => {
+                reply!(GetPolicyStatus => |call| self.get_policy_status(call))
+            }
             PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
             GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
-            Inspect::NUMBER => reply!(Inspect => |call| self.inspect(call)),
-            Suspect::NUMBER => reply!(Suspect => |call| self.suspect(call)),
+            ListFiles::NUMBER => reply!(ListFiles => |call| self.list_files(call)),
+            VerifyFile::NUMBER => reply!(VerifyFile => |call| self.verify_file(call)),
             ListSources::NUMBER => reply!(ListSources => |call| self.list_sources(call)),
             ExamineStripe::NUMBER => reply!(ExamineStripe => |call| self.examine_stripe(call)),
-            Register::NUMBER => reply!(Register => |call| self.register(call)),
-            CatalogueGet::NUMBER => reply!(CatalogueGet => |call| self.catalogue_get(call)),
-            CatalogueSet::NUMBER => reply!(CatalogueSet => |call| self.catalogue_set(call)),
-            CatalogueList::NUMBER => reply!(CatalogueList => |call| self.catalogue_list(call)),
-            LeaseGrant::NUMBER => reply!(LeaseGrant => |_| self.lease_grant()),
-            LeaseTouch::NUMBER => reply!(LeaseTouch => |call| self.lease_touch(call)),
-            LeaseRevoke::NUMBER => reply!(LeaseRevoke => |call| self.lease_revoke(call)),
-            Reserve::NUMBER => reply!(Reserve => |call| self.reserve(call)),
-            Run::NUMBER => reply!(Run => |call| self.run(call)),
-            Release::NUMBER => reply!(Release => |call| self.release(call)),
+            RegisterNode::NUMBER => reply!(RegisterNode => |call| self.register_node(call)),
+            GetKey::NUMBER => reply!(GetKey => |call| self.get_key(call)),
+            CompareAndSetKey::NUMBER => {
+                reply!(CompareAndSetKey => |call| self.compare_and_set_key(call))
+            }
+            ListKeys::NUMBER => reply!(ListKeys => |call| self.list_keys(call)),
+            GrantLease::NUMBER => reply!(GrantLease => |_| self.grant_lease()),
+            TouchLease::NUMBER => reply!(TouchLease => |call| self.touch_lease(call)),
+            RevokeLease::NUMBER => reply!(RevokeLease => |call| self.revoke_lease(call)),
+            ReservePart::NUMBER => reply!(ReservePart => |call| self.reserve_part(call)),
+            RunPart::NUMBER => reply!(RunPart => |call| self.run_part(call)),
+            ReleasePart::NUMBER => reply!(ReleasePart => |call| self.release_part(call)),
             PutMark::NUMBER => reply!(PutMark => |call| self.put_mark(call)),
             PutReceipt::NUMBER => reply!(PutReceipt => |call| self.put_receipt(call)),
             PutTombstone::NUMBER => reply!(PutTombstone => |call| self.put_tombstone(call)),
-            Drop::NUMBER => reply!(Drop => |call| self.drop_replicas(call)),
-            Fetch::NUMBER => reply!(Fetch => |call| self.fetch(call)),
+            DropReplicas::NUMBER => reply!(DropReplicas => |call| self.drop_replicas(call)),
+            CopyReplica::NUMBER => reply!(CopyReplica => |call| self.copy_replica(call)),
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
-            Sweep::NUMBER => reply!(Sweep => |call| self.sweep_save(call.save)),
-            Rebuild::NUMBER => reply!(Rebuild => |call| self.rebuild(call)),
-            MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_here()),
-            HoldStill::NUMBER => reply!(HoldStill => |_| self.hold_still()),
-            HandOver::NUMBER => reply!(HandOver => |call| self.hand_over(call)),
-            Claim::NUMBER => reply!(Claim => |call| self.claim(call)),
-            Members::NUMBER => reply!(Members => |_| self.members()),
-            Buried::NUMBER => reply!(Buried => |call| self.buried(call)),
-            GetStanding::NUMBER => reply!(GetStanding => |_| self.standing()),
-            ListGraves::NUMBER => reply!(ListGraves => |call| self.list_graves(call)),
+            PurgeSave::NUMBER => reply!(PurgeSave => |call| self.purge_save(call.save)),
+            RebuildCatalogue::NUMBER => {
+                reply!(RebuildCatalogue => |call| self.rebuild_catalogue(call))
+            }
+            MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_catalogue()),
+            PauseWrites::NUMBER => reply!(PauseWrites => |_| self.pause_writes()),
+            TransferCatalogue::NUMBER => {
+                reply!(TransferCatalogue => |call| self.transfer_catalogue(call))
+            }
+            ClaimEpoch::NUMBER => reply!(ClaimEpoch => |call| self.claim_epoch(call)),
+            ListMembers::NUMBER => reply!(ListMembers => |_| self.list_members()),
+            FindRemovedSaves::NUMBER => {
+                reply!(FindRemovedSaves => |call| self.find_removed_saves(call))
+            }
+            GetStanding::NUMBER => reply!(GetStanding => |_| self.get_standing()),
+            ListRemovedSaves::NUMBER => {
+                reply!(ListRemovedSaves => |call| self.list_removed_saves(call))
+            }
             CatchUp::NUMBER => reply!(CatchUp => |call| self.catch_up_for(call)),
-            ListDamagedMarks::NUMBER => reply!(ListDamagedMarks => |_| self.damaged_marks()),
-            Marked::NUMBER => reply!(Marked => |call| self.marked(call)),
-            Inventory::NUMBER => reply!(Inventory => |call| self.inventory(call)),
-            Archive::NUMBER => self.archive(request, served).await,
+            ListDamagedMarks::NUMBER => reply!(ListDamagedMarks => |_| self.list_damaged_marks()),
+            ListMarkedSaves::NUMBER => {
+                reply!(ListMarkedSaves => |call| self.list_marked_saves(call))
+            }
+            ListInventory::NUMBER => reply!(ListInventory => |call| self.list_inventory(call)),
+            ArchiveStep::NUMBER => self.archive_step(request, served).await,
             PutBlock::NUMBER => self.put_block(request, served).await,
-            Read::NUMBER => self.read(request, served).await,
+            ReadFile::NUMBER => self.read_file(request, served).await,
             ReadSource::NUMBER => self.read_source(request, served).await,
             _ => {
                 let unknown = format!("call {number} has no handler here");
-                self.refuse(served, failure(Kind::Internal, unknown)).await;
+                self.refuse(served, remote_error(ErrorKind::Internal, unknown)).await;
             }
         }
     }

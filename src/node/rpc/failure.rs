@@ -4,19 +4,19 @@ use crate::catalogue::CatalogueError;
 use crate::clock::Elapsed;
 use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::call::CallError;
 use crate::pipeline::coordinator::ArchiveError;
 use crate::pipeline::executor::RunError;
 use crate::pipeline::shard_records::RecordsError;
 use crate::store::StoreError;
-use crate::wire::{Failure, WireError};
+use crate::wire::{RemoteError, WireError};
 use crate::workers::WorkerDied;
 
 macro_rules! failures {
     ($($error:ty),* $(,)?) => {
-        $(impl From<$error> for Failure {
+        $(impl From<$error> for RemoteError {
             fn from(error: $error) -> Self {
                 Self { kind: error.kind(), message: error.to_string() }
             }
@@ -35,7 +35,7 @@ failures!(
     WireError,
 );
 
-impl From<CallError> for Failure {
+impl From<CallError> for RemoteError {
     fn from(error: CallError) -> Self {
         match error {
             CallError::Failed(failure) => failure,
@@ -44,19 +44,19 @@ impl From<CallError> for Failure {
     }
 }
 
-impl From<WorkerDied> for Failure {
+impl From<WorkerDied> for RemoteError {
     fn from(error: WorkerDied) -> Self {
-        Self { kind: Kind::Internal, message: error.to_string() }
+        Self { kind: ErrorKind::Internal, message: error.to_string() }
     }
 }
 
-impl From<Elapsed> for Failure {
+impl From<Elapsed> for RemoteError {
     fn from(error: Elapsed) -> Self {
-        Self { kind: Kind::Timeout, message: error.to_string() }
+        Self { kind: ErrorKind::Timeout, message: error.to_string() }
     }
 }
 
 /// A failure with words of its own.
-pub(in crate::node) fn failure(kind: Kind, message: impl Into<String>) -> Failure {
-    Failure { kind, message: message.into() }
+pub(in crate::node) fn remote_error(kind: ErrorKind, message: impl Into<String>) -> RemoteError {
+    RemoteError { kind, message: message.into() }
 }

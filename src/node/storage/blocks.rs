@@ -13,28 +13,29 @@ use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
 use crate::id::NodeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
 use crate::node::Node;
-use crate::node::rpc::dispatch::{Request, Served};
-use crate::node::rpc::failure::failure;
+use crate::node::rpc::dispatch::{OpenCall, Request};
+use crate::node::rpc::failure::remote_error;
 use crate::pipeline::executor::HopError;
 use crate::pipeline::executor::RunError;
 use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::pipeline::read::report_damage;
 use crate::plan::Input;
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::store::{
-    BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FileInfo, Scope, SourceFile, Store, StoreError,
+    BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FileInfo, RecordScope, SourceFile, Store,
+    StoreError,
 };
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 use crate::wire::calls::{
-    BlockAdmitted, BlockTrailer, Fetch, FileView, Inspect, PutBlock, PutBlockAnswer, Read,
-    ReadAnswer, ReadSource, Release, Reserve, Run, Suspect,
+    BlockAdmitted, BlockTrailer, CopyReplica, FileView, ListFiles, PutBlock, PutBlockAnswer,
+    ReadFile, ReadFileAnswer, ReadSource, ReleasePart, ReservePart, RunPart, VerifyFile,
 };
 use crate::wire::order::RunReport;
-use crate::wire::{BULK_CHUNK_BYTES, Failure, NodeAddress, message_to_bytes, parse_message};
+use crate::wire::{BULK_CHUNK_BYTES, NodeAddress, RemoteError, message_to_bytes, parse_message};
 
 /// A peer that sends or takes nothing for so long has failed.
 const STALL_LIMIT: Duration = Duration::from_secs(15);
@@ -55,13 +56,13 @@ const MAX_TRAILER_BYTES: u64 = 64 + 16 * (MAX_BLOCK_BYTES / GRAIN_BYTES);
 const READ_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
 
 /// A block that may come in: the memory for it, and the way to its second holder.
-struct Admitted {
+struct AdmittedBlock {
     memory: Reservation,
     forward: Option<Forward>,
 }
 
 /// A part of a file that is sent to a reader.
-struct Sending {
+struct OpenRead {
     file: Arc<SourceFile>,
     from: u64,
     end: u64,
@@ -69,27 +70,31 @@ struct Sending {
 }
 
 impl Node {
-    pub(in crate::node) async fn memory(
+    pub(in crate::node) async fn reserve_memory(
         &self,
         share: &Arc<Budget>,
         bytes: u64,
-    ) -> Result<Reservation, Failure> {
+    ) -> Result<Reservation, RemoteError> {
         match deadline(&*self.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
             Ok(Ok(reservation)) => Ok(reservation),
-            Ok(Err(never)) => Err(failure(Kind::Invalid, never.to_string())),
-            Err(_) => Err(failure(
-                Kind::Busy,
+            Ok(Err(never)) => Err(remote_error(ErrorKind::Invalid, never.to_string())),
+            Err(_) => Err(remote_error(
+                ErrorKind::Busy,
                 format!("node {} has no memory free for this now: try again", self.settings.name),
             )),
         }
     }
 
-    async fn next_chunk(&self, recv: &mut FramedRecv, left: u64) -> Result<Bytes, Failure> {
+    async fn next_chunk(&self, recv: &mut FramedRecv, left: u64) -> Result<Bytes, RemoteError> {
         let want = left.min(BULK_CHUNK_BYTES as u64) as usize;
         Ok(deadline(&*self.clock, STALL_LIMIT, recv.read_exact(want)).await??)
     }
 
-    pub(in crate::node) async fn put_block(self: &Arc<Self>, request: Request, mut served: Served) {
+    pub(in crate::node) async fn put_block(
+        self: &Arc<Self>,
+        request: Request,
+        mut served: OpenCall,
+    ) {
         let answer = match request.parse::<PutBlock>() {
             Ok(call) => match self.store_block(call, &mut served).await {
                 Ok(Some(answer)) => Ok(answer),
@@ -106,11 +111,11 @@ impl Node {
             let _ = served.send.finish().await;
         }
         if !stored {
-            served.recv.stop(Kind::Invalid.wire_code());
+            served.recv.stop(ErrorKind::Invalid.wire_code());
         }
     }
 
-    fn check_room(&self, bytes: u64) -> Result<(), Failure> {
+    fn check_room(&self, bytes: u64) -> Result<(), RemoteError> {
         let space = self.store.space()?;
         let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
         let limit = space.total_bytes / 100 * u64::from(self.settings.high_water_percent);
@@ -120,7 +125,7 @@ impl Node {
                 self.settings.name, self.settings.high_water_percent
             );
             // Not busy: this will not pass while somebody waits, and another node takes the block.
-            return Err(failure(Kind::Unavailable, text));
+            return Err(remote_error(ErrorKind::Unavailable, text));
         }
         Ok(())
     }
@@ -129,16 +134,16 @@ impl Node {
     async fn store_block(
         self: &Arc<Self>,
         call: PutBlock,
-        served: &mut Served,
-    ) -> Result<Option<PutBlockAnswer>, Failure> {
+        served: &mut OpenCall,
+    ) -> Result<Option<PutBlockAnswer>, RemoteError> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             let text =
                 format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
-            return Err(failure(Kind::Invalid, text));
+            return Err(remote_error(ErrorKind::Invalid, text));
         }
-        self.admit_write(call.stripe.shard, call.generation).await?;
+        self.check_writable(call.stripe.shard, call.generation).await?;
         self.check_room(call.len_bytes)?;
-        let Admitted { memory: _memory, mut forward } = match self.admit_block(&call).await? {
+        let AdmittedBlock { memory: _memory, mut forward } = match self.admit_block(&call).await? {
             Ok(admitted) => admitted,
             Err(refused) => {
                 let answer = BlockAdmitted {
@@ -179,12 +184,12 @@ impl Node {
                     forward.write(self, chunk.clone()).await;
                 }
             };
-            let (stored, ()) = tokio::join!(self.write(writer, chunk.clone()), forwarding);
+            let (stored, ()) = tokio::join!(self.write_chunk(writer, chunk.clone()), forwarding);
             writer = stored?;
         }
         let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
         let frame = deadline(&*self.clock, STALL_LIMIT, frame).await??;
-        let missing = || failure(Kind::Invalid, "the block's trailer is missing");
+        let missing = || remote_error(ErrorKind::Invalid, "the block's trailer is missing");
         let trailer: BlockTrailer =
             parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
         if *found.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
@@ -192,7 +197,7 @@ impl Node {
                 "block {} of stripe {} came with other fingerprints than its sender computed: send it again",
                 call.block, call.stripe
             );
-            return Err(failure(Kind::Corrupt, text));
+            return Err(remote_error(ErrorKind::Corrupt, text));
         }
         let root = trailer.root;
         let forwarding = async {
@@ -201,20 +206,23 @@ impl Node {
                 None => None,
             }
         };
-        about_to(Stage::Block, format_args!("{}/{}", call.stripe, call.block));
+        trace_point(TracePoint::Block, format_args!("{}/{}", call.stripe, call.block));
         let finishing = self.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.still_wanted(call.stripe.shard.save()).await?;
+        self.ensure_not_removed(call.stripe.shard.save()).await?;
         Ok(Some(PutBlockAnswer { forwarded }))
     }
 
     /// Takes the memory of a block here and at its second holder, in node-id order: blocks on their way from A to B never wait
     /// for those from B to A while these wait for them. The inner error is the second holder's.
-    async fn admit_block(&self, call: &PutBlock) -> Result<Result<Admitted, Failure>, Failure> {
-        let mine = || self.memory(&self.budgets.save, PUT_BYTES);
+    async fn admit_block(
+        &self,
+        call: &PutBlock,
+    ) -> Result<Result<AdmittedBlock, RemoteError>, RemoteError> {
+        let mine = || self.reserve_memory(&self.budgets.save, PUT_BYTES);
         let Some(to) = &call.forward else {
-            return Ok(Ok(Admitted { memory: mine().await?, forward: None }));
+            return Ok(Ok(AdmittedBlock { memory: mine().await?, forward: None }));
         };
         let (memory, forward);
         if self.id < NodeId::of(&to.name) {
@@ -224,35 +232,39 @@ impl Node {
             forward = Forward::open(self, to, call).await;
             memory = mine().await?;
         }
-        Ok(forward.map(|forward| Admitted { memory, forward: Some(forward) }))
+        Ok(forward.map(|forward| AdmittedBlock { memory, forward: Some(forward) }))
     }
 
-    async fn write(&self, mut writer: BlockWriter, chunk: Bytes) -> Result<BlockWriter, Failure> {
+    async fn write_chunk(
+        &self,
+        mut writer: BlockWriter,
+        chunk: Bytes,
+    ) -> Result<BlockWriter, RemoteError> {
         self.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
     }
 
-    pub(in crate::node) async fn read(self: &Arc<Self>, request: Request, served: Served) {
-        let prepared = match request.parse::<Read>() {
+    pub(in crate::node) async fn read_file(self: &Arc<Self>, request: Request, served: OpenCall) {
+        let prepared = match request.parse::<ReadFile>() {
             Ok(call) => self.open_read(call).await,
             Err(error) => Err(error.into()),
         };
-        self.send(prepared, served).await;
+        self.send_file(prepared, served).await;
     }
 
-    pub(in crate::node) async fn read_source(self: &Arc<Self>, request: Request, served: Served) {
+    pub(in crate::node) async fn read_source(self: &Arc<Self>, request: Request, served: OpenCall) {
         let prepared = match request.parse::<ReadSource>() {
             Ok(call) => self.open_source(call).await,
             Err(error) => Err(error.into()),
         };
-        self.send(prepared, served).await;
+        self.send_file(prepared, served).await;
     }
 
-    async fn send(
+    async fn send_file(
         self: &Arc<Self>,
-        prepared: Result<(Sending, ReadAnswer), Failure>,
-        mut served: Served,
+        prepared: Result<(OpenRead, ReadFileAnswer), RemoteError>,
+        mut served: OpenCall,
     ) {
-        let (Sending { file, mut from, end, memory: _memory }, answer) = match prepared {
+        let (OpenRead { file, mut from, end, memory: _memory }, answer) = match prepared {
             Ok(prepared) => prepared,
             Err(refusal) => return self.refuse(served, refusal).await,
         };
@@ -268,19 +280,19 @@ impl Node {
                 Ok::<_, StoreError>(chunk)
             };
             let Ok(chunk) = self.on_store(read).await else {
-                return served.send.reset(Kind::Io.wire_code());
+                return served.send.reset(ErrorKind::Io.wire_code());
             };
             match deadline(&*self.clock, STALL_LIMIT, served.send.write(chunk.into())).await {
                 Ok(Ok(())) => from += len,
-                _ => return served.send.reset(Kind::Timeout.wire_code()),
+                _ => return served.send.reset(ErrorKind::Timeout.wire_code()),
             }
         }
         let _ = served.send.finish().await;
     }
 
-    async fn open_read(&self, call: Read) -> Result<(Sending, ReadAnswer), Failure> {
+    async fn open_read(&self, call: ReadFile) -> Result<(OpenRead, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
-        let memory = self.memory(&self.budgets.restore, READ_BYTES).await?;
+        let memory = self.reserve_memory(&self.budgets.restore, READ_BYTES).await?;
         let file = self.on_store(move |store| store.open_file(key)).await?;
         let len_bytes = file.info().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
@@ -289,35 +301,41 @@ impl Node {
                 "{key} has {len_bytes} bytes; asked for {} from {}",
                 call.len_bytes, call.from
             );
-            return Err(failure(Kind::Invalid, text));
+            return Err(remote_error(ErrorKind::Invalid, text));
         };
         let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
         let file = Arc::new(file.into_source());
-        let sending = Sending { file, from: call.from, end, memory };
-        Ok((sending, ReadAnswer { len_bytes, hashes }))
+        let sending = OpenRead { file, from: call.from, end, memory };
+        Ok((sending, ReadFileAnswer { len_bytes, hashes }))
     }
 
-    async fn open_source(&self, call: ReadSource) -> Result<(Sending, ReadAnswer), Failure> {
+    async fn open_source(
+        &self,
+        call: ReadSource,
+    ) -> Result<(OpenRead, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= MAX_BLOCK_BYTES);
         let end = end.ok_or_else(|| {
             let text =
                 format!("{} bytes from {} on are more than a block", call.len_bytes, call.from);
-            failure(Kind::Invalid, text)
+            remote_error(ErrorKind::Invalid, text)
         })?;
-        let memory = self.memory(&self.budgets.restore, READ_BYTES).await?;
+        let memory = self.reserve_memory(&self.budgets.restore, READ_BYTES).await?;
         let file = self.on_store(move |store| store.open_source(key)).await?;
         let answer = match file.tail() {
             Some((header, tree)) => {
                 let hashes = if call.hashes { tree.hashes().to_vec() } else { Vec::new() };
-                ReadAnswer { len_bytes: header.len_bytes, hashes }
+                ReadFileAnswer { len_bytes: header.len_bytes, hashes }
             }
-            None => ReadAnswer { len_bytes: 0, hashes: Vec::new() },
+            None => ReadFileAnswer { len_bytes: 0, hashes: Vec::new() },
         };
-        Ok((Sending { file: Arc::new(file), from: call.from, end, memory }, answer))
+        Ok((OpenRead { file: Arc::new(file), from: call.from, end, memory }, answer))
     }
 
-    pub(in crate::node) async fn inspect(&self, call: Inspect) -> Result<Vec<FileView>, Failure> {
+    pub(in crate::node) async fn list_files(
+        &self,
+        call: ListFiles,
+    ) -> Result<Vec<FileView>, RemoteError> {
         let files = self.on_store(move |store| store.find(call.stripe)).await?;
         let view = |info: &FileInfo| FileView {
             file: info.content.name(),
@@ -327,36 +345,40 @@ impl Node {
         Ok(files.iter().map(view).collect())
     }
 
-    pub(in crate::node) async fn fetch(&self, call: Fetch) -> Result<(), Failure> {
-        self.still_replicated(call.stripe).await?;
-        self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
-        let copied = self.copy_replica(&call).await;
-        let is_bad = |error: &Failure| matches!(error.kind, Kind::Corrupt | Kind::NotFound);
+    pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
+        self.ensure_replicated(call.stripe).await?;
+        self.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
+        let copied = self.store_copy(&call).await;
+        let is_bad =
+            |error: &RemoteError| matches!(error.kind, ErrorKind::Corrupt | ErrorKind::NotFound);
         match copied {
             Err(error) if is_bad(&error) => {
                 // The source looks for itself, so that the next coordinator finds it damaged.
                 let file = FileName::Replica { block: call.block };
                 report_damage(&self.caller, &call.from, call.stripe, file).await;
                 tracing::info!(stripe = %call.stripe, %error, "a replica is gathered from grains");
-                self.gather(call.stripe, call.block).await?;
+                self.rebuild_from_grains(call.stripe, call.block).await?;
             }
             copied => copied?,
         }
-        self.still_wanted(call.stripe.shard.save()).await?;
-        self.still_replicated(call.stripe).await
+        self.ensure_not_removed(call.stripe.shard.save()).await?;
+        self.ensure_replicated(call.stripe).await
     }
 
-    async fn copy_replica(&self, call: &Fetch) -> Result<(), Failure> {
+    async fn store_copy(&self, call: &CopyReplica) -> Result<(), RemoteError> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
-            return Err(failure(Kind::Invalid, format!("a block of {} bytes", call.len_bytes)));
+            return Err(remote_error(
+                ErrorKind::Invalid,
+                format!("a block of {} bytes", call.len_bytes),
+            ));
         }
         // Above the high-water mark too: what was saved has the room that is kept from new saves.
-        self.runs.check_room(call.len_bytes)?;
+        self.executor.check_room(call.len_bytes)?;
         let key = FileKey::replica(call.stripe, call.block);
         // What lies there under the name is missing or was found damaged, which is noted before the good copy takes the name.
-        let _ = self.look_at(key).await;
-        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
-        let read = Read {
+        let _ = self.check_file(key).await;
+        let _memory = self.reserve_memory(&self.budgets.save, PUT_BYTES).await?;
+        let read = ReadFile {
             stripe: call.stripe,
             file: key.name,
             from: 0,
@@ -366,10 +388,11 @@ impl Node {
         let to = address(&call.from);
         let mut exchange = self.caller.open(&to, &read).await?;
         exchange.finish().await?;
-        let answer: ReadAnswer = deadline(&*self.clock, STALL_LIMIT, exchange.answer()).await??;
+        let answer: ReadFileAnswer =
+            deadline(&*self.clock, STALL_LIMIT, exchange.answer()).await??;
         if answer.len_bytes != call.len_bytes {
             let text = format!("{key} on node {} is not the block of the record", call.from.name);
-            return Err(failure(Kind::Corrupt, text));
+            return Err(remote_error(ErrorKind::Corrupt, text));
         }
         let spec = BlockSpec {
             stripe: call.stripe,
@@ -382,47 +405,50 @@ impl Node {
         while left > 0 {
             let chunk = self.next_chunk(&mut exchange.recv, left).await?;
             left -= chunk.len() as u64;
-            writer = self.write(writer, chunk).await?;
+            writer = self.write_chunk(writer, chunk).await?;
         }
         // Whatever the source is or says: the bytes are those of the record, or none.
         let root = call.root;
-        about_to(Stage::Fetch, key);
+        trace_point(TracePoint::Fetch, key);
         self.on_store(move |_| writer.finish(Some(root))).await?;
         Ok(())
     }
 
-    pub(in crate::node) async fn reserve(&self, call: Reserve) -> Result<(), Failure> {
+    pub(in crate::node) async fn reserve_part(&self, call: ReservePart) -> Result<(), RemoteError> {
         let order = call.order;
-        self.admit_order(order.stripe.shard, order.generation, order.coordinator).await?;
-        Ok(self.runs.reserve(order).await?)
+        self.check_order(order.stripe.shard, order.generation, order.coordinator).await?;
+        Ok(self.executor.reserve(order).await?)
     }
 
     /// The run is a task of its own: its coordinator gives it up as soon as it hears of any failure, perhaps that of a neighbour, and
     /// what was written here, or found rotten, has to be looked after all the same.
-    pub(in crate::node) async fn run(self: &Arc<Self>, call: Run) -> Result<RunReport, Failure> {
+    pub(in crate::node) async fn run_part(
+        self: &Arc<Self>,
+        call: RunPart,
+    ) -> Result<RunReport, RemoteError> {
         let given_up = self.stop.child_token();
         let _when_dropped = given_up.clone().drop_guard();
         let node = self.clone();
-        let work = self.tasks.spawn(async move { node.run_part(call.run, &given_up).await });
-        work.await.map_err(|_| failure(Kind::Internal, "the run's task did not end"))?
+        let work = self.tasks.spawn(async move { node.execute_part(call.run, &given_up).await });
+        work.await.map_err(|_| remote_error(ErrorKind::Internal, "the run's task did not end"))?
     }
 
-    async fn run_part(
+    async fn execute_part(
         &self,
         run: [u8; 16],
         given_up: &CancellationToken,
-    ) -> Result<RunReport, Failure> {
-        let Some((stripe, blocks)) = self.runs.inputs(run) else {
+    ) -> Result<RunReport, RemoteError> {
+        let Some((stripe, blocks)) = self.executor.inputs(run) else {
             return Err(RunError::Unknown.into());
         };
-        let result = self.runs.run(run, given_up).await;
-        self.still_wanted(stripe.shard.save()).await?;
+        let result = self.executor.run(run, given_up).await;
+        self.ensure_not_removed(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
             if let RunError::Store(StoreError::Conflict { key })
             | RunError::Hop { source: HopError::Store(StoreError::Conflict { key }), .. } = error
             {
-                self.set_unproven_aside(*key).await?;
+                self.quarantine_unproven(*key).await?;
             }
             let rotten = match error {
                 RunError::Hop {
@@ -435,18 +461,19 @@ impl Node {
             for block in rotten {
                 // A damaged replica is noted, so that the coordinator has it made again.
                 let file = FileName::Replica { block };
-                let _ = self.suspect(Suspect { stripe, file }).await;
+                let _ = self.verify_file(VerifyFile { stripe, file }).await;
             }
         }
         Ok(result?)
     }
 
     /// An unequal piece of an attempt without a receipt was never proven: it makes room for the next try.
-    async fn set_unproven_aside(&self, key: FileKey) -> Result<(), Failure> {
+    async fn quarantine_unproven(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
         self.on_store(move |store| {
             let judged = store.open_file(key)?;
-            let receipt = store.get_small(Scope::Stripe(key.stripe), &receipt_name(attempt))?;
+            let receipt =
+                store.get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
             if receipt.is_none() {
                 let why = "another piece of the same attempt, never proven";
                 store.quarantine(key, Some(&judged), why)?;
@@ -456,8 +483,8 @@ impl Node {
         .await
     }
 
-    pub(in crate::node) async fn release(&self, call: Release) -> Result<(), Failure> {
-        self.runs.release(call.run);
+    pub(in crate::node) async fn release_part(&self, call: ReleasePart) -> Result<(), RemoteError> {
+        self.executor.release(call.run);
         Ok(())
     }
 }
@@ -469,7 +496,7 @@ struct Forward {
 
 impl Forward {
     /// Returns when the second holder has taken the memory for it.
-    async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, Failure> {
+    async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, RemoteError> {
         let call = PutBlock { forward: None, ..call.clone() };
         let open = async {
             let mut exchange = node.caller.open(&address(to), &call).await?;
@@ -480,8 +507,8 @@ impl Forward {
             Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
             // The error is this node's, not the second holder's, which must not count as having refused.
-            Ok(Err(error)) => Err(failure(Kind::Timeout, error.to_string())),
-            Err(late) => Err(failure(Kind::Timeout, format!("{}: {late}", to.name))),
+            Ok(Err(error)) => Err(remote_error(ErrorKind::Timeout, error.to_string())),
+            Err(late) => Err(remote_error(ErrorKind::Timeout, format!("{}: {late}", to.name))),
         }
     }
 

@@ -13,17 +13,17 @@ use crate::format::file::{FileKey, FileName};
 use crate::format::records::{LAYOUT_STANDARD, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::StripeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::failure::failure;
-use crate::pipeline::read::{ReadError, Reading, Sink, StripeReader, state_on_nodes};
+use crate::node::rpc::failure::remote_error;
+use crate::pipeline::read::{ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
 use crate::pipeline::shard_records;
-use crate::stage::{Stage, about_to};
-use crate::store::{BlockSpec, BlockWriter, Look};
+use crate::stage::{TracePoint, trace_point};
+use crate::store::{BlockSpec, BlockWriter, FileCheck};
 use crate::topology::Directory;
 use crate::units::grains;
-use crate::wire::Failure;
-use crate::wire::calls::{ListSources, SourceView, Suspect};
+use crate::wire::RemoteError;
+use crate::wire::calls::{ListSources, SourceView, VerifyFile};
 
 /// Replicas that wait to be mended, and files that wait to be looked at; more are when they are reported again.
 const MAX_WAITING: usize = 4096;
@@ -34,7 +34,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(3600);
 
 /// The looks and mendings of a node.
 #[derive(Default)]
-pub(in crate::node) struct Mending {
+pub(in crate::node) struct MendQueue {
     /// Held over a look: they read whole files, and a later one must not be overtaken by an earlier one.
     looking: Arc<tokio::sync::Mutex<()>>,
     waiting: Mutex<BTreeSet<(StripeId, u8)>>,
@@ -43,7 +43,7 @@ pub(in crate::node) struct Mending {
     now: Notify,
 }
 
-impl Mending {
+impl MendQueue {
     fn add(&self, stripe: StripeId, block: u8) {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         if waiting.len() < MAX_WAITING {
@@ -53,7 +53,7 @@ impl Mending {
         self.now.notify_one();
     }
 
-    fn add_look(&self, key: FileKey) {
+    fn add_check(&self, key: FileKey) {
         let mut looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
         if looks.len() < MAX_WAITING {
             looks.insert(key);
@@ -62,7 +62,7 @@ impl Mending {
         self.now.notify_one();
     }
 
-    fn next_look(&self) -> Option<FileKey> {
+    fn next_check(&self) -> Option<FileKey> {
         self.looks.lock().unwrap_or_else(PoisonError::into_inner).pop_first()
     }
 
@@ -75,14 +75,14 @@ impl Node {
     pub(in crate::node) async fn list_sources(
         &self,
         call: ListSources,
-    ) -> Result<Vec<SourceView>, Failure> {
+    ) -> Result<Vec<SourceView>, RemoteError> {
         let sources = self.on_store(move |store| store.sources(call.stripe)).await?;
         let mut views = Vec::with_capacity(sources.len());
         for source in sources {
             let key = FileKey { stripe: call.stripe, name: source.file };
             if source.damaged.is_some() && !self.store.is_damaged(key) {
                 // The index does not have it: somebody put it back, or its damage is news.
-                self.mending.add_look(key);
+                self.mend_queue.add_check(key);
             }
             views.push(SourceView {
                 file: source.file,
@@ -94,55 +94,55 @@ impl Node {
     }
 
     /// Looks at a file, and moves nothing.
-    pub(in crate::node) async fn look_at(&self, key: FileKey) -> Result<Look, Failure> {
-        let alone = self.mending.looking.clone().lock_owned().await;
+    pub(in crate::node) async fn check_file(&self, key: FileKey) -> Result<FileCheck, RemoteError> {
+        let alone = self.mend_queue.looking.clone().lock_owned().await;
         self.on_store(move |store| {
             // It goes on when nobody waits for it any more, and so does its turn.
             let _alone = alone;
-            store.look_at(key)
+            store.check_file(key)
         })
         .await
     }
 
     /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. One that is another file than its name says goes to
     /// quarantine. Answers whether it does not count: it is damaged, misplaced, or gone.
-    pub(in crate::node) async fn suspect(&self, call: Suspect) -> Result<bool, Failure> {
+    pub(in crate::node) async fn verify_file(&self, call: VerifyFile) -> Result<bool, RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
-        let look = self.look_at(key).await?;
+        let look = self.check_file(key).await?;
         match (&look, call.file) {
-            (Look::Damaged(_), FileName::Replica { block }) => {
-                self.mending.add(call.stripe, block);
+            (FileCheck::Damaged(_), FileName::Replica { block }) => {
+                self.mend_queue.add(call.stripe, block);
             }
-            (Look::Misplaced(why), _) => {
+            (FileCheck::Misplaced(why), _) => {
                 let why = why.clone();
                 self.on_store(move |store| store.quarantine(key, None, &why)).await?;
             }
             _ => {}
         }
-        Ok(look != Look::Whole)
+        Ok(look != FileCheck::Whole)
     }
 
     /// Mends what is reported, one after the other, and looks again at what is damaged.
-    pub(in crate::node) async fn keep_mended(self: Arc<Self>) {
+    pub(in crate::node) async fn run_mending(self: Arc<Self>) {
         for key in self.store.unchecked_files() {
-            self.look_again(key).await;
+            self.check_again(key).await;
         }
         let mut next_round = self.clock.now() + LOOK_AGAIN;
         loop {
             let left = next_round.saturating_sub(self.clock.now());
             tokio::select! {
-                () = self.mending.now.notified() => {}
+                () = self.mend_queue.now.notified() => {}
                 () = self.clock.sleep(left) => {
                     for (key, _) in self.store.damaged_files() {
-                        self.look_again(key).await;
+                        self.check_again(key).await;
                     }
                     next_round = self.clock.now() + LOOK_AGAIN;
                 }
             }
-            while let Some(key) = self.mending.next_look() {
-                self.look_again(key).await;
+            while let Some(key) = self.mend_queue.next_check() {
+                self.check_again(key).await;
             }
-            while let Some((stripe, block)) = self.mending.next() {
+            while let Some((stripe, block)) = self.mend_queue.next() {
                 match self.mend(stripe, block).await {
                     Ok(()) => tracing::info!(%stripe, block, "mended a damaged replica"),
                     Err(error) => {
@@ -153,9 +153,9 @@ impl Node {
         }
     }
 
-    async fn look_again(&self, key: FileKey) {
-        let call = Suspect { stripe: key.stripe, file: key.name };
-        if let Err(error) = self.suspect(call).await {
+    async fn check_again(&self, key: FileKey) {
+        let call = VerifyFile { stripe: key.stripe, file: key.name };
+        if let Err(error) = self.verify_file(call).await {
             tracing::warn!(%key, %error, "a damaged file cannot be looked at");
         }
     }
@@ -164,38 +164,53 @@ impl Node {
     ///
     /// # Errors
     /// When no catalogue says that the stripe is still replicated and the save wanted; when a grain has no good copy.
-    pub(in crate::node) async fn mend(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
-        self.still_replicated(stripe).await?;
-        self.still_wanted(stripe.shard.save()).await?;
-        self.gather(stripe, block).await?;
-        self.still_wanted(stripe.shard.save()).await?;
-        self.still_replicated(stripe).await
+    pub(in crate::node) async fn mend(
+        &self,
+        stripe: StripeId,
+        block: u8,
+    ) -> Result<(), RemoteError> {
+        self.ensure_replicated(stripe).await?;
+        self.ensure_not_removed(stripe.shard.save()).await?;
+        self.rebuild_from_grains(stripe, block).await?;
+        self.ensure_not_removed(stripe.shard.save()).await?;
+        self.ensure_replicated(stripe).await
     }
 
     /// Reads a block of a stripe from wherever its grains are good, and stores it here.
-    pub(in crate::node) async fn gather(&self, stripe: StripeId, block: u8) -> Result<(), Failure> {
+    pub(in crate::node) async fn rebuild_from_grains(
+        &self,
+        stripe: StripeId,
+        block: u8,
+    ) -> Result<(), RemoteError> {
         let catalogue = self.catalogue();
         let key = root_key(stripe.shard.save(), stripe.shard.index());
-        let gone = || failure(Kind::NotFound, format!("shard {} is gone", stripe.shard));
+        let gone = || remote_error(ErrorKind::NotFound, format!("shard {} is gone", stripe.shard));
         let (root, _) = read::<ShardRoot>(&*catalogue, &key).await?.ok_or_else(gone)?;
         let directory = Directory::new(catalogue.nodes().await?);
-        let leaves = shard_records::leaves(&self.caller, &directory, &root).await?;
-        let info =
-            shard_records::stripe(&self.caller, &directory, &root, &leaves, stripe.index).await?;
+        let leaves = shard_records::fetch_leaves(&self.caller, &directory, &root).await?;
+        let info = shard_records::fetch_stripe_record(
+            &self.caller,
+            &directory,
+            &root,
+            &leaves,
+            stripe.index,
+        )
+        .await?;
         let expected = info.fixed.blocks.get(usize::from(block)).cloned();
         let expected = expected.filter(|expected| expected.len_bytes > 0).ok_or_else(|| {
-            failure(Kind::Invalid, format!("stripe {stripe} has no block {block}"))
+            remote_error(ErrorKind::Invalid, format!("stripe {stripe} has no block {block}"))
         })?;
-        self.runs.check_room(expected.len_bytes)?;
-        let _memory = self.memory(&self.budgets.save, PUT_BYTES).await?;
+        self.executor.check_room(expected.len_bytes)?;
+        let _memory = self.reserve_memory(&self.budgets.save, PUT_BYTES).await?;
         let (caller, entropy) = (self.caller.clone(), self.entropy.clone());
-        let reading = Reading::new(caller, self.workers.clone(), entropy, directory, Vec::new());
+        let reading =
+            ReadSession::new(caller, self.workers.clone(), entropy, directory, Vec::new());
         let start = info.fixed.cut.offset_bytes + info.fixed.cut.block_offset(block);
         let range = start..start + expected.len_bytes;
         let spec =
             BlockSpec { stripe, block, layout: LAYOUT_STANDARD, len_bytes: expected.len_bytes };
         let writer = self.on_store(move |store| store.write_block(spec, None)).await?;
-        let sink = Arc::new(InOrder::new(start, writer));
+        let sink = Arc::new(OrderedWriter::new(start, writer));
         let (root, mut looks) = (Arc::new(root), 0);
         loop {
             let reader = self.plan_block(&reading, &root, &info, block).await?;
@@ -206,20 +221,20 @@ impl Node {
                 read => break read.map_err(read_failure)?,
             }
         }
-        let missing = || failure(Kind::Internal, "a gathered block is not whole");
+        let missing = || remote_error(ErrorKind::Internal, "a gathered block is not whole");
         let writer = sink.take().ok_or_else(missing)?;
-        about_to(Stage::Fetch, FileKey::replica(stripe, block));
+        trace_point(TracePoint::Fetch, FileKey::replica(stripe, block));
         self.on_store(move |_| writer.finish(Some(expected.root))).await?;
         Ok(())
     }
 
     async fn plan_block(
         &self,
-        reading: &Arc<Reading>,
+        reading: &Arc<ReadSession>,
         root: &Arc<ShardRoot>,
         info: &shard_records::StripeInfo,
         block: u8,
-    ) -> Result<StripeReader, Failure> {
+    ) -> Result<StripeReader, RemoteError> {
         let all = 0..grains(info.fixed.cut.block_len(block));
         let key = Arc::new(FingerprintKey::derive(&root.fingerprint_key));
         let plan = |state, receipt| {
@@ -234,14 +249,14 @@ impl Node {
             Err(ReadError::Lost(lost)) => {
                 // Pieces that were proven before the commit point are as good.
                 let index = info.fixed.stripe.index;
-                let state = state_on_nodes(reading, root, index, true).await;
+                let state = find_stripe_state(reading, root, index, true).await;
                 let StripeState::Archived { attempt, .. } = state else {
                     return Err(read_failure(ReadError::Lost(lost)));
                 };
                 let at = (index, info.places.as_slice());
                 let (caller, directory) = (&reading.caller, &reading.directory);
                 let receipt =
-                    shard_records::receipt(caller, directory, root, at, attempt).await.ok();
+                    shard_records::fetch_receipt(caller, directory, root, at, attempt).await.ok();
                 plan(state, receipt).await.map_err(read_failure)
             }
             planned => planned.map_err(read_failure),
@@ -249,7 +264,7 @@ impl Node {
     }
 
     /// Damaged files, for people: how many replicas and pieces, and the first by name.
-    pub(in crate::node) fn damage_note(&self, named: usize) -> Option<String> {
+    pub(in crate::node) fn damage_warning(&self, named: usize) -> Option<String> {
         let files = self.store.damaged_files();
         let replicas =
             files.iter().filter(|(key, _)| matches!(key.name, FileName::Replica { .. })).count();
@@ -282,26 +297,27 @@ impl Node {
     }
 }
 
-fn read_failure(error: ReadError) -> Failure {
-    failure(error.kind(), error.to_string())
+fn read_failure(error: ReadError) -> RemoteError {
+    remote_error(error.kind(), error.to_string())
 }
 
 /// Writes a block in order, whatever the order is in which its grains come.
-struct InOrder {
+struct OrderedWriter {
     start: u64,
-    state: Mutex<InOrderState>,
+    state: Mutex<OrderedWriterState>,
 }
 
-struct InOrderState {
+struct OrderedWriterState {
     writer: Option<BlockWriter>,
     next: u64,
     /// Grains that came before their turn: a reader works on a few at once.
     early: BTreeMap<u64, Vec<u8>>,
 }
 
-impl InOrder {
+impl OrderedWriter {
     fn new(start: u64, writer: BlockWriter) -> Self {
-        let state = InOrderState { writer: Some(writer), next: start, early: BTreeMap::new() };
+        let state =
+            OrderedWriterState { writer: Some(writer), next: start, early: BTreeMap::new() };
         Self { start, state: Mutex::new(state) }
     }
 
@@ -312,7 +328,7 @@ impl InOrder {
     }
 }
 
-impl Sink for InOrder {
+impl Sink for OrderedWriter {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         debug_assert!(offset >= self.start);
@@ -345,7 +361,7 @@ mod tests {
         let (store, _) = Store::open(Arc::new(disk), lock, kv, ClusterId([1; 16]), &name).unwrap();
         let stripe = StripeId { shard: ShardId([5; 16]), index: 0 };
         let spec = BlockSpec { stripe, block: 0, layout: 1, len_bytes: 6 };
-        let sink = InOrder::new(100, store.write_block(spec, None).unwrap());
+        let sink = OrderedWriter::new(100, store.write_block(spec, None).unwrap());
         for (offset, bytes) in
             [(102, b"cd"), (104, b"ef"), (102, b"cd"), (100, b"ab"), (100, b"ab")]
         {

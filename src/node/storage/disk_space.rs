@@ -12,20 +12,20 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Measures that are in force because the disk is full.
 #[derive(Default)]
-pub(in crate::node) struct Fullness {
+pub(in crate::node) struct DiskSpace {
     is_reserve_given_up: AtomicBool,
     is_index_in_memory: AtomicBool,
 }
 
-impl Fullness {
-    pub(in crate::node) fn index_is_in_memory(&self) {
+impl DiskSpace {
+    pub(in crate::node) fn note_index_in_memory(&self) {
         self.is_index_in_memory.store(true, Ordering::Relaxed);
     }
 }
 
 impl Node {
     /// Gives the reserve up and sets it aside again.
-    pub(in crate::node) async fn keep_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
+    pub(in crate::node) async fn run_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
         let mut told = None;
         loop {
             let disk = disk.clone();
@@ -34,7 +34,7 @@ impl Node {
             match looked.await {
                 Ok(state) => {
                     let is_given_up = state == ReserveState::GivenUp;
-                    self.fullness.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
+                    self.disk_space.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
                 }
                 Err(error) => {
                     let text = Some(error.to_string());
@@ -56,7 +56,7 @@ impl Node {
     }
 
     /// What an operator should do about the disk.
-    pub(in crate::node) async fn fullness_notes(&self) -> Vec<String> {
+    pub(in crate::node) async fn disk_space_warnings(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if let Err(error) = self.on_store(|store| store.try_to_write()).await {
             notes.push(format!(
@@ -66,13 +66,13 @@ impl Node {
         if !self.store.has_slots() {
             notes.push("it has no slots for tombstones, so `rm` may fail when its disk is full: free space".into());
         }
-        if self.fullness.is_reserve_given_up.load(Ordering::Relaxed) {
+        if self.disk_space.is_reserve_given_up.load(Ordering::Relaxed) {
             notes.push(
                 "its disk is nearly full: free space, or remove checkpoints (`rapidraid rm`)"
                     .into(),
             );
         }
-        if self.fullness.is_index_in_memory.load(Ordering::Relaxed) {
+        if self.disk_space.is_index_in_memory.load(Ordering::Relaxed) {
             notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is".into());
         }
         notes

@@ -7,17 +7,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::Semaphore;
 
 use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
-use super::records::place_of;
+use super::records::record_location;
 use crate::format::FormatError;
 use crate::format::digest;
 use crate::format::file::FileKey;
 use crate::format::records::{CommitMark, Leaves, Receipt, Record, StripeRecord};
 use crate::id::{ShardId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::failure::failure;
-use crate::store::{Look, Scope, Store, StoreError};
-use crate::wire::Failure;
+use crate::node::rpc::failure::remote_error;
+use crate::store::{FileCheck, RecordScope, Store, StoreError};
+use crate::wire::RemoteError;
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, RecordName, RecordView, SourceView};
 
 /// Examinations of stripes that are under way or wait for each other.
@@ -53,14 +53,14 @@ impl DamagedRecords {
 }
 
 /// The examinations of a node.
-pub(in crate::node) struct Exams {
+pub(in crate::node) struct ExamLimit {
     /// For those that are under way, or wait.
     places: Semaphore,
     /// Held while a file is looked at, so that any other look waits behind at most one examination.
     turn: tokio::sync::Mutex<()>,
 }
 
-impl Default for Exams {
+impl Default for ExamLimit {
     fn default() -> Self {
         Self { places: Semaphore::new(MAX_EXAMS), turn: tokio::sync::Mutex::default() }
     }
@@ -71,15 +71,15 @@ impl Node {
     pub(in crate::node) async fn examine_stripe(
         &self,
         call: ExamineStripe,
-    ) -> Result<ExamineAnswer, Failure> {
-        let Ok(_place) = self.exams.places.try_acquire() else {
+    ) -> Result<ExamineAnswer, RemoteError> {
+        let Ok(_place) = self.exam_limit.places.try_acquire() else {
             let text = format!("{MAX_EXAMS} stripes wait to be examined here: ask again");
-            return Err(failure(Kind::Busy, text));
+            return Err(remote_error(ErrorKind::Busy, text));
         };
         let stripe = call.stripe;
         let mut files = Vec::new();
         for name in self.on_store(move |store| store.file_names(stripe)).await? {
-            let _turn = self.exams.turn.lock().await;
+            let _turn = self.exam_limit.turn.lock().await;
             files.extend(self.examine_file(FileKey { stripe, name }).await?);
         }
         let with_shard = call.with_shard;
@@ -92,13 +92,13 @@ impl Node {
     }
 
     /// Looks at a file. One that was replaced meanwhile is looked at again.
-    async fn examine_file(&self, key: FileKey) -> Result<Option<SourceView>, Failure> {
+    async fn examine_file(&self, key: FileKey) -> Result<Option<SourceView>, RemoteError> {
         for _ in 0..MAX_LOOKS {
-            let damaged = match self.look_at(key).await? {
-                Look::Whole => None,
-                Look::Damaged(damage) => Some(damage.grains.clone()),
-                Look::Misplaced(_) => return Ok(None),
-                Look::Gone => {
+            let damaged = match self.check_file(key).await? {
+                FileCheck::Whole => None,
+                FileCheck::Damaged(damage) => Some(damage.grains.clone()),
+                FileCheck::Misplaced(_) => return Ok(None),
+                FileCheck::Gone => {
                     let names = self.on_store(move |store| store.file_names(key.stripe)).await?;
                     if names.contains(&key.name) {
                         continue;
@@ -112,11 +112,11 @@ impl Node {
                 return Ok(Some(SourceView { file: key.name, content, damaged }));
             }
         }
-        Err(failure(Kind::Busy, format!("{key} changes while it is examined: ask again")))
+        Err(remote_error(ErrorKind::Busy, format!("{key} changes while it is examined: ask again")))
     }
 
     /// Damaged records, for people: how many, and the first by name.
-    pub(in crate::node) async fn damaged_records_note(&self, named: usize) -> Option<String> {
+    pub(in crate::node) async fn damaged_records_warning(&self, named: usize) -> Option<String> {
         let known: Vec<_> =
             self.damaged_records.lock().values().take(MAX_READ_AGAIN).copied().collect();
         for (shard, record) in known {
@@ -135,9 +135,9 @@ impl Node {
 }
 
 fn name_of(shard: ShardId, record: RecordName) -> String {
-    match place_of(shard, record) {
-        (Scope::Shard(shard), name) => format!("{shard}/{name}"),
-        (Scope::Stripe(stripe), name) => format!("{stripe}/{name}"),
+    match record_location(shard, record) {
+        (RecordScope::Shard(shard), name) => format!("{shard}/{name}"),
+        (RecordScope::Stripe(stripe), name) => format!("{stripe}/{name}"),
     }
 }
 
@@ -152,7 +152,7 @@ fn examine_records(
     with_shard: bool,
 ) -> Result<Vec<RecordView>, StoreError> {
     let index = stripe.index;
-    let of_stripe = store.list_small(Scope::Stripe(stripe))?;
+    let of_stripe = store.list_record_files(RecordScope::Stripe(stripe))?;
     let of_stripe = of_stripe.iter().filter_map(|(name, _)| match name.as_str() {
         RECORD => Some(RecordName::Stripe { index }),
         name => {
@@ -162,7 +162,7 @@ fn examine_records(
     });
     let mut records: Vec<RecordName> = of_stripe.collect();
     if with_shard {
-        let of_shard = store.list_small(Scope::Shard(stripe.shard))?;
+        let of_shard = store.list_record_files(RecordScope::Shard(stripe.shard))?;
         records.extend(of_shard.iter().filter_map(|(name, _)| match name.as_str() {
             LEAVES => Some(RecordName::Leaves),
             MARK => Some(RecordName::Mark),
@@ -187,8 +187,8 @@ fn read_record(
     shard: ShardId,
     record: RecordName,
 ) -> Result<Option<Option<[u8; 32]>>, StoreError> {
-    let (scope, name) = place_of(shard, record);
-    let bytes = match store.get_small_past_cache(scope, &name) {
+    let (scope, name) = record_location(shard, record);
+    let bytes = match store.get_record_file_past_cache(scope, &name) {
         Ok(None) => return Ok(None),
         Ok(Some(bytes)) => bytes,
         Err(StoreError::Disk(error)) if error.is_exhaustion() => return Err(error.into()),
@@ -199,14 +199,14 @@ fn read_record(
     };
     match digest_of(record, &bytes) {
         Ok(digest) => Ok(Some(digest)),
-        Err(error) if error.kind() == Kind::Corrupt => Ok(Some(None)),
+        Err(error) if error.kind() == ErrorKind::Corrupt => Ok(Some(None)),
         Err(source) => Err(StoreError::Format { path: name_of(shard, record), source }),
     }
 }
 
 /// Whether the bytes of a record are damaged. One of a later release is not.
 pub(in crate::node) fn is_damaged(record: RecordName, bytes: &[u8]) -> bool {
-    digest_of(record, bytes).is_err_and(|error| error.kind() == Kind::Corrupt)
+    digest_of(record, bytes).is_err_and(|error| error.kind() == ErrorKind::Corrupt)
 }
 
 fn digest_of(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 32]>, FormatError> {

@@ -4,11 +4,11 @@ use std::sync::PoisonError;
 
 use crate::format::records::{CommitMark, Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::failure::failure;
-use crate::store::{Scope, Store, StoreError};
-use crate::wire::Failure;
+use crate::node::rpc::failure::remote_error;
+use crate::store::{RecordScope, Store, StoreError};
+use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
 
 /// Small records of a shard or stripe, by name.
@@ -26,53 +26,53 @@ pub(in crate::node) fn receipt_name(attempt: crate::id::Attempt) -> String {
 
 impl Node {
     /// Whether the save was aborted, deleted, superseded or retired, as far as this node was told.
-    pub(in crate::node) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, Failure> {
+    pub(in crate::node) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, RemoteError> {
         if let Some(known) = self.cached_tombstone(save) {
             return Ok(known);
         }
-        let found = self.on_store(move |store| is_buried(store, save)).await?;
+        let found = self.on_store(move |store| is_removed(store, save)).await?;
         self.cache_tombstone(save, found);
         Ok(found)
     }
 
     /// Refuses what comes too late for the save, or from an epoch that is over.
-    pub(in crate::node) async fn admit_save(
+    pub(in crate::node) async fn check_not_fenced(
         &self,
         shard: ShardId,
         generation: Generation,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         if self.is_tombstoned(shard.save()).await? {
             let gone = format!("save {} was aborted, removed or superseded", shard.save());
-            return Err(failure(Kind::Fenced, gone));
+            return Err(remote_error(ErrorKind::Fenced, gone));
         }
         self.on_store(move |store| store.raise_epoch(generation.epoch)).await
     }
 
     /// For a client's writes: besides, what is committed never changes.
-    pub(in crate::node) async fn admit_write(
+    pub(in crate::node) async fn check_writable(
         &self,
         shard: ShardId,
         generation: Generation,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RemoteError> {
         if !self.settings.storage {
             let name = &self.settings.name;
-            return Err(failure(
-                Kind::Invalid,
+            return Err(remote_error(
+                ErrorKind::Invalid,
                 format!("node {name} stores no data (storage = false)"),
             ));
         }
         self.check_epoch(generation.epoch).await?;
-        self.admit_save(shard, generation).await?;
+        self.check_not_fenced(shard, generation).await?;
         // Owners are given what is committed only: their orders say it as well as a mark, which not every node has.
         let settled = self.on_store(move |store| {
-            let scope = Scope::Shard(shard);
-            let is_settled =
-                store.get_small(scope, MARK)?.is_some() || store.get_small(scope, FENCE)?.is_some();
+            let scope = RecordScope::Shard(shard);
+            let is_settled = store.get_record_file(scope, MARK)?.is_some()
+                || store.get_record_file(scope, FENCE)?.is_some();
             Ok::<_, StoreError>(is_settled)
         });
         match settled.await? {
-            true => Err(failure(
-                Kind::Denied,
+            true => Err(remote_error(
+                ErrorKind::Denied,
                 format!("shard {shard} is committed: it does not change"),
             )),
             false => Ok(()),
@@ -80,7 +80,7 @@ impl Node {
     }
 
     /// A client names an epoch and cannot raise one: a wrong number would shut this node out of its own cluster for good.
-    async fn check_epoch(&self, epoch: Epoch) -> Result<(), Failure> {
+    async fn check_epoch(&self, epoch: Epoch) -> Result<(), RemoteError> {
         if epoch <= self.store.epoch() {
             return Ok(());
         }
@@ -88,19 +88,19 @@ impl Node {
         let answer = self.register_here().await?;
         if epoch > answer.epoch {
             let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
-            return Err(failure(Kind::Invalid, text));
+            return Err(remote_error(ErrorKind::Invalid, text));
         }
         Ok(())
     }
 
     /// For an owner's orders: refuses a generation that is over, and makes a newer one durable before it is obeyed.
-    pub(in crate::node) async fn admit_order(
+    pub(in crate::node) async fn check_order(
         &self,
         shard: ShardId,
         generation: Generation,
         holder: NodeId,
-    ) -> Result<(), Failure> {
-        self.admit_save(shard, generation).await?;
+    ) -> Result<(), RemoteError> {
+        self.check_not_fenced(shard, generation).await?;
         let cached = {
             let fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
             fences.get(&shard).copied()
@@ -110,7 +110,7 @@ impl Node {
                 "generation {generation} of shard {shard} is over: node {} has {}",
                 fence.holder, fence.generation
             );
-            failure(Kind::Fenced, text)
+            remote_error(ErrorKind::Fenced, text)
         };
         match cached {
             Some(fence) if fence.generation == generation => return Ok(()),
@@ -120,7 +120,7 @@ impl Node {
         // One at a time per node: two orders must not both read the old fence.
         let next = Fence { generation, holder };
         let fence = self.on_store(move |store| raise_fence(store, shard, next)).await?;
-        self.still_wanted(shard.save()).await?;
+        self.ensure_not_removed(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         if fences.len() >= crate::node::MAX_CACHED_TOMBSTONES {
             fences.clear();
@@ -134,23 +134,23 @@ impl Node {
 }
 
 /// Raises a shard's durable fence to `next` unless it is higher; answers with what it is then.
-fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Failure> {
+fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, RemoteError> {
     static RAISING: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one_at_a_time = RAISING.lock().unwrap_or_else(PoisonError::into_inner);
-    let scope = Scope::Shard(shard);
-    if let Some(bytes) = store.get_small(scope, FENCE)? {
+    let scope = RecordScope::Shard(shard);
+    if let Some(bytes) = store.get_record_file(scope, FENCE)? {
         let current = Fence::parse(&bytes)?;
         if current.generation >= next.generation {
             return Ok(current);
         }
     }
-    store.put_small(scope, FENCE, &next.to_bytes()?)?;
+    store.put_record_file(scope, FENCE, &next.to_bytes()?)?;
     Ok(next)
 }
 
 /// Whether the save has a tombstone, or the grave that it left when its files were swept.
-fn is_buried(store: &Store, save: SaveId) -> Result<bool, StoreError> {
-    Ok(store.tombstone(save)?.is_some() || store.is_entombed(save)?)
+fn is_removed(store: &Store, save: SaveId) -> Result<bool, StoreError> {
+    Ok(store.tombstone(save)?.is_some() || store.is_recorded_removed(save)?)
 }
 
 /// What the commit mark of a shard says of its save, if it has a good one.
@@ -158,7 +158,7 @@ pub(in crate::node) fn marked_save(
     store: &Store,
     shard: ShardId,
 ) -> Result<Option<MarkedSave>, StoreError> {
-    let bytes = store.get_small(Scope::Shard(shard), MARK)?;
+    let bytes = store.get_record_file(RecordScope::Shard(shard), MARK)?;
     let mark = bytes.and_then(|bytes| CommitMark::parse(&bytes).ok());
     let fits = |mark: &CommitMark| {
         mark.cluster == store.cluster()
@@ -175,10 +175,13 @@ pub(in crate::node) fn marked_save(
 }
 
 /// Parses a tombstone of this cluster.
-pub(in crate::node) fn tombstone(node: &Node, bytes: &[u8]) -> Result<Tombstone, Failure> {
+pub(in crate::node) fn tombstone(node: &Node, bytes: &[u8]) -> Result<Tombstone, RemoteError> {
     let tombstone = Tombstone::parse(bytes)?;
     if tombstone.cluster != node.settings.cluster {
-        return Err(failure(Kind::Denied, "a tombstone of another cluster is no evidence here"));
+        return Err(remote_error(
+            ErrorKind::Denied,
+            "a tombstone of another cluster is no evidence here",
+        ));
     }
     Ok(tombstone)
 }

@@ -6,10 +6,11 @@ use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record};
 use crate::id::{SaveId, ShardId, StripeId};
 use crate::node::Node;
-use crate::store::{Scope, Store, StoreError};
-use crate::wire::Failure;
+use crate::store::{RecordScope, Store, StoreError};
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    Inventory, InventoryAnswer, Marked, MarkedAnswer, MarkedSave, ShardHolding, StripeHolding,
+    InventoryPage, ListInventory, ListMarkedSaves, MarkedSave, MarkedSavesPage, ShardHolding,
+    StripeHolding,
 };
 
 /// Shards in a page, at most.
@@ -20,42 +21,45 @@ const STRIPES_PER_PAGE: usize = 1024;
 const MARKS_PER_PAGE: usize = 4096;
 
 impl Node {
-    pub(in crate::node) async fn inventory(
+    pub(in crate::node) async fn list_inventory(
         &self,
-        call: Inventory,
-    ) -> Result<InventoryAnswer, Failure> {
-        self.on_store(move |store| page(store, call.after, call.only)).await
+        call: ListInventory,
+    ) -> Result<InventoryPage, RemoteError> {
+        self.on_store(move |store| inventory_page(store, call.after, call.only)).await
     }
 
     /// Saves that this node has a mark of, in order.
-    pub(in crate::node) async fn marked(&self, call: Marked) -> Result<MarkedAnswer, Failure> {
-        self.on_store(move |store| marks(store, call.after, MARKS_PER_PAGE)).await
+    pub(in crate::node) async fn list_marked_saves(
+        &self,
+        call: ListMarkedSaves,
+    ) -> Result<MarkedSavesPage, RemoteError> {
+        self.on_store(move |store| marked_saves_page(store, call.after, MARKS_PER_PAGE)).await
     }
 }
 
 /// A page of the saves that are marked here.
-pub(in crate::node) fn marks(
+pub(in crate::node) fn marked_saves_page(
     store: &Store,
     after: Option<ShardId>,
     limit: usize,
-) -> Result<MarkedAnswer, StoreError> {
+) -> Result<MarkedSavesPage, StoreError> {
     let mut saves: Vec<MarkedSave> = Vec::new();
     let (mut last, mut looked_at) = (after, 0);
     for shard in store.shards(after)? {
         if saves.last().is_none_or(|found| found.saved.save != shard.save()) {
             if looked_at == limit {
-                return Ok(MarkedAnswer { saves, next: last });
+                return Ok(MarkedSavesPage { saves, next: last });
             }
             looked_at += 1;
             saves.extend(marked_save(store, shard)?);
         }
         last = Some(shard);
     }
-    Ok(MarkedAnswer { saves, next: None })
+    Ok(MarkedSavesPage { saves, next: None })
 }
 
 /// Saves with marks here of which none parses.
-pub(in crate::node) fn damaged_marks(store: &Store) -> Result<Vec<SaveId>, StoreError> {
+pub(in crate::node) fn find_damaged_marks(store: &Store) -> Result<Vec<SaveId>, StoreError> {
     let (mut damaged, mut good) = (Vec::new(), None);
     for shard in store.shards(None)? {
         let save = shard.save();
@@ -66,7 +70,7 @@ pub(in crate::node) fn damaged_marks(store: &Store) -> Result<Vec<SaveId>, Store
             good = Some(save);
             damaged.pop_if(|last| *last == save);
         } else if damaged.last() != Some(&save)
-            && store.get_small(Scope::Shard(shard), MARK)?.is_some()
+            && store.get_record_file(RecordScope::Shard(shard), MARK)?.is_some()
         {
             damaged.push(save);
         }
@@ -74,12 +78,12 @@ pub(in crate::node) fn damaged_marks(store: &Store) -> Result<Vec<SaveId>, Store
     Ok(damaged)
 }
 
-fn page(
+fn inventory_page(
     store: &Store,
     after: Option<(ShardId, Option<u32>)>,
     only: Option<SaveId>,
-) -> Result<InventoryAnswer, StoreError> {
-    let mut page = InventoryAnswer { shards: Vec::new(), next: None };
+) -> Result<InventoryPage, StoreError> {
+    let mut page = InventoryPage { shards: Vec::new(), next: None };
     let mut room = STRIPES_PER_PAGE;
     let mut behind = after.map(|(shard, _)| shard);
     if let Some((shard, Some(index))) = after {
@@ -87,7 +91,7 @@ fn page(
         let (held, next) = shard_holding(store, shard, Some(index), &mut room)?;
         page.shards.push(held);
         if next.is_some() {
-            return Ok(InventoryAnswer { next: Some((shard, next)), ..page });
+            return Ok(InventoryPage { next: Some((shard, next)), ..page });
         }
     }
     if let (Some(save), None) = (only, behind) {
@@ -119,15 +123,15 @@ fn shard_holding(
     after: Option<u32>,
     room: &mut usize,
 ) -> Result<(ShardHolding, Option<u32>), StoreError> {
-    let scope = Scope::Shard(shard);
+    let scope = RecordScope::Shard(shard);
     let is_of_save = shard.index() == u32::MAX;
-    let leaves = store.get_small(scope, LEAVES)?;
+    let leaves = store.get_record_file(scope, LEAVES)?;
     // A record that does not parse proves nothing; other nodes have theirs.
     let root = leaves.and_then(|bytes| Leaves::parse(&bytes).ok());
     let root = root.filter(|leaves| leaves.root.admits(leaves)).map(|leaves| leaves.root);
     let mut held = ShardHolding {
         shard,
-        mark: store.get_small(scope, MARK)?,
+        mark: store.get_record_file(scope, MARK)?,
         root,
         tombstone: if is_of_save { store.tombstone(shard.save())? } else { None },
         stripes: Vec::new(),
@@ -161,12 +165,13 @@ fn stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding, Stor
             held.replicas.push(block);
         }
     }
-    let scope = Scope::Stripe(stripe);
-    for (name, _) in store.list_small(scope)? {
+    let scope = RecordScope::Stripe(stripe);
+    for (name, _) in store.list_record_files(scope)? {
         if !name.starts_with(RECEIPT_PREFIX) {
             continue;
         }
-        let receipt = store.get_small(scope, &name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
+        let receipt =
+            store.get_record_file(scope, &name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
         if let Some(receipt) =
             receipt.filter(|receipt| receipt.stripe == stripe && receipt.cluster == store.cluster())
         {
@@ -223,13 +228,13 @@ mod tests {
                 let is_marked = save % 3 > 0 && (index > 0 || save % 2 == 0);
                 let mark = mark(shard).to_bytes().unwrap();
                 let (name, bytes) = if is_marked { (MARK, mark) } else { (LEAVES, vec![1]) };
-                store.put_small(Scope::Shard(shard), name, &bytes).unwrap();
+                store.put_record_file(RecordScope::Shard(shard), name, &bytes).unwrap();
             }
         }
         for limit in 1..30 {
             let (mut found, mut after) = (Vec::new(), None);
             loop {
-                let page = marks(&store, after, limit).unwrap();
+                let page = marked_saves_page(&store, after, limit).unwrap();
                 assert!(
                     page.saves.len() <= limit && page.next.is_none_or(|next| after < Some(next))
                 );
@@ -241,7 +246,7 @@ mod tests {
             }
             assert_eq!(found, [1, 2, 4, 5, 7, 8], "{limit}");
         }
-        let page = marks(&store, None, 3).unwrap();
+        let page = marked_saves_page(&store, None, 3).unwrap();
         assert_eq!(
             page.next,
             Some(ShardId::new(SaveId([2; 12]), 2)),

@@ -10,35 +10,38 @@ use crate::format::records::{
     StripeRecord, StripeState,
 };
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::failure::failure;
-use crate::stage::{Stage, about_to};
-use crate::store::{Scope, Store, StoreError};
-use crate::wire::Failure;
+use crate::node::rpc::failure::remote_error;
+use crate::stage::{TracePoint, trace_point};
+use crate::store::{RecordScope, Store, StoreError};
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    Drop, DropAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone,
-    RecordName,
+    DropReplicas, DropReplicasAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord,
+    PutTombstone, RecordName,
 };
 
 /// Where a record is filed.
-pub(in crate::node) fn place_of(shard: ShardId, record: RecordName) -> (Scope, String) {
-    let stripe = |index| Scope::Stripe(StripeId { shard, index });
+pub(in crate::node) fn record_location(
+    shard: ShardId,
+    record: RecordName,
+) -> (RecordScope, String) {
+    let stripe = |index| RecordScope::Stripe(StripeId { shard, index });
     match record {
-        RecordName::Leaves => (Scope::Shard(shard), LEAVES.into()),
-        RecordName::Mark => (Scope::Shard(shard), MARK.into()),
+        RecordName::Leaves => (RecordScope::Shard(shard), LEAVES.into()),
+        RecordName::Mark => (RecordScope::Shard(shard), MARK.into()),
         RecordName::Stripe { index } => (stripe(index), RECORD.into()),
         RecordName::Receipt { index, attempt } => (stripe(index), receipt_name(attempt)),
     }
 }
 
 /// Checks a stripe's record; answers with its fixed part.
-fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, Failure> {
+fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, RemoteError> {
     let record = StripeRecord::parse(bytes)?;
     let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
     if fixed.stripe != stripe {
-        return Err(failure(
-            Kind::Invalid,
+        return Err(remote_error(
+            ErrorKind::Invalid,
             format!("a record of stripe {} for {stripe}", fixed.stripe),
         ));
     }
@@ -46,14 +49,14 @@ fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, Failur
 }
 
 impl Node {
-    pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), Failure> {
-        self.admit_write(call.shard, call.generation).await?;
+    pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), RemoteError> {
+        self.check_writable(call.shard, call.generation).await?;
         let fixed = match call.record {
             RecordName::Leaves => {
                 let leaves = Leaves::parse(&call.bytes)?;
                 if leaves.root.shard != call.shard || !leaves.root.admits(&leaves) {
-                    return Err(failure(
-                        Kind::Invalid,
+                    return Err(remote_error(
+                        ErrorKind::Invalid,
                         format!("the leaves are not those of shard {}", call.shard),
                     ));
                 }
@@ -63,15 +66,15 @@ impl Node {
                 check_stripe_record(&call.bytes, StripeId { shard: call.shard, index })?
             }
             RecordName::Receipt { .. } | RecordName::Mark => {
-                return Err(failure(Kind::Denied, "receipts and marks come from nodes"));
+                return Err(remote_error(ErrorKind::Denied, "receipts and marks come from nodes"));
             }
         };
-        let (scope, name) = place_of(call.shard, call.record);
+        let (scope, name) = record_location(call.shard, call.record);
         match call.record {
             RecordName::Stripe { index } => {
-                about_to(Stage::Record, format_args!("{}/{index}", call.shard));
+                trace_point(TracePoint::Record, format_args!("{}/{index}", call.shard));
             }
-            _ => about_to(Stage::Leaves, call.shard),
+            _ => trace_point(TracePoint::Leaves, call.shard),
         }
         // The save may be committed by now, also where no mark says so: what it fixed is written once. A rotten copy is none.
         let is_same = move |old: &[u8]| match call.record {
@@ -80,18 +83,19 @@ impl Node {
             }
             _ => Leaves::parse(old).is_err() || old == fixed,
         };
-        self.on_store(move |store| store.put_small_if(scope, &name, &call.bytes, is_same)).await?;
-        self.still_wanted(call.shard.save()).await
+        self.on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
+            .await?;
+        self.ensure_not_removed(call.shard.save()).await
     }
 
     pub(in crate::node) async fn get_record(
         &self,
         call: GetRecord,
-    ) -> Result<Option<Vec<u8>>, Failure> {
-        let (scope, name) = place_of(call.shard, call.record);
+    ) -> Result<Option<Vec<u8>>, RemoteError> {
+        let (scope, name) = record_location(call.shard, call.record);
         let GetRecord { shard, record } = call;
         let read = self.on_store(move |store| {
-            let bytes = store.get_small(scope, &name)?;
+            let bytes = store.get_record_file(scope, &name)?;
             let is_damaged = bytes.as_ref().is_some_and(|bytes| is_damaged(record, bytes));
             Ok::<_, StoreError>((bytes, is_damaged))
         });
@@ -102,69 +106,72 @@ impl Node {
         Ok(bytes)
     }
 
-    pub(in crate::node) async fn put_places(&self, call: PutPlaces) -> Result<(), Failure> {
-        self.admit_order(call.stripe.shard, call.generation, call.coordinator).await?;
+    pub(in crate::node) async fn put_places(&self, call: PutPlaces) -> Result<(), RemoteError> {
+        self.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
         check_stripe_record(&call.bytes, call.stripe)?;
         let (shard, index) = (call.stripe.shard, call.stripe.index);
-        let (scope, name) = place_of(shard, RecordName::Stripe { index });
-        self.on_store(move |store| store.put_small(scope, &name, &call.bytes)).await?;
-        self.still_wanted(shard.save()).await
+        let (scope, name) = record_location(shard, RecordName::Stripe { index });
+        self.on_store(move |store| store.put_record_file(scope, &name, &call.bytes)).await?;
+        self.ensure_not_removed(shard.save()).await
     }
 
-    pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), RemoteError> {
         let mark = CommitMark::parse(&call.bytes)?;
         if mark.cluster != self.settings.cluster || mark.root.save != mark.saved.save {
-            return Err(failure(Kind::Denied, "a mark of another cluster or save"));
+            return Err(remote_error(ErrorKind::Denied, "a mark of another cluster or save"));
         }
         let shard = mark.root.shard;
-        self.admit_save(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
-        about_to(Stage::Mark, shard);
+        self.check_not_fenced(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
+        trace_point(TracePoint::Mark, shard);
         self.on_store(move |store| {
-            store.put_small(Scope::Shard(shard), MARK, &call.bytes)?;
+            store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
             // A claim may have come in between; its rebuild may not have seen this.
             store.raise_epoch(call.epoch)
         })
         .await?;
-        self.still_wanted(shard.save()).await
+        self.ensure_not_removed(shard.save()).await
     }
 
     /// A receipt names this node's piece only if the piece is here.
-    pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.settings.cluster {
-            return Err(failure(Kind::Denied, "a receipt of another cluster"));
+            return Err(remote_error(ErrorKind::Denied, "a receipt of another cluster"));
         }
-        self.admit_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
+        self.check_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
         let (me, save) = (self.id, receipt.stripe.shard.save());
         self.on_store(move |store| {
             check_pieces(store, me, &receipt)?;
-            about_to(Stage::Receipt, receipt.stripe);
-            let scope = Scope::Stripe(receipt.stripe);
-            store.put_small(scope, &receipt_name(receipt.attempt), &call.bytes)?;
-            store.raise_epoch(call.owner.epoch).map_err(Failure::from)
+            trace_point(TracePoint::Receipt, receipt.stripe);
+            let scope = RecordScope::Stripe(receipt.stripe);
+            store.put_record_file(scope, &receipt_name(receipt.attempt), &call.bytes)?;
+            store.raise_epoch(call.owner.epoch).map_err(RemoteError::from)
         })
         .await?;
-        self.still_wanted(save).await
+        self.ensure_not_removed(save).await
     }
 
-    pub(in crate::node) async fn put_tombstone(&self, call: PutTombstone) -> Result<(), Failure> {
+    pub(in crate::node) async fn put_tombstone(
+        &self,
+        call: PutTombstone,
+    ) -> Result<(), RemoteError> {
         let tombstone = tombstone(self, &call.bytes)?;
         let save = tombstone.save;
         self.on_store(move |store| {
             let epoch = tombstone.generation.epoch;
             store.raise_epoch(epoch)?;
             // Its grave says the same, and its files are gone.
-            if store.is_entombed(save)? {
+            if store.is_recorded_removed(save)? {
                 return Ok(());
             }
             // What was decided is never aborted: who says so has an old catalogue.
             if tombstone.reason == RemoveReason::Aborted && has_mark(store, save)? {
                 let text = format!("save {save} has a commit mark here: it was not aborted");
-                return Err(failure(Kind::Denied, text));
+                return Err(remote_error(ErrorKind::Denied, text));
             }
-            about_to(Stage::Tombstone, save);
+            trace_point(TracePoint::Tombstone, save);
             store.put_tombstone(save, &call.bytes)?;
-            store.raise_epoch(epoch).map_err(Failure::from)
+            store.raise_epoch(epoch).map_err(RemoteError::from)
         })
         .await?;
         self.cache_tombstone(save, true);
@@ -173,24 +180,33 @@ impl Node {
 
     /// Fails if the stripe is archived. If the catalogue records its drops as complete, this also drops replicas that were made late here: the
     /// coordinator had seen enough pieces (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
-    pub(in crate::node) async fn still_replicated(&self, stripe: StripeId) -> Result<(), Failure> {
+    pub(in crate::node) async fn ensure_replicated(
+        &self,
+        stripe: StripeId,
+    ) -> Result<(), RemoteError> {
         let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
         let state = state.and_then(|(state, _)| state.stripe(stripe.index));
         let Some(StripeState::Archived { attempt, generation, dropped, .. }) = state else {
             return Ok(());
         };
         if dropped {
-            self.drop_replicas(Drop { stripe, attempt, generation }).await?;
+            self.drop_replicas(DropReplicas { stripe, attempt, generation }).await?;
         }
-        Err(failure(Kind::Fenced, format!("stripe {stripe} is archived: it needs no replicas")))
+        Err(remote_error(
+            ErrorKind::Fenced,
+            format!("stripe {stripe} is archived: it needs no replicas"),
+        ))
     }
 
     /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
-    pub(in crate::node) async fn drop_replicas(&self, call: Drop) -> Result<DropAnswer, Failure> {
+    pub(in crate::node) async fn drop_replicas(
+        &self,
+        call: DropReplicas,
+    ) -> Result<DropReplicasAnswer, RemoteError> {
         let stripe = call.stripe;
         // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.
         if self.on_store(move |store| store.every_file(stripe)).await?.is_empty() {
-            return Ok(DropAnswer { files: 0, bytes: 0 });
+            return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
         }
         let catalogue = self.catalogue();
         let state = read::<ShardState>(&*catalogue, &state_key(stripe.shard)).await?;
@@ -200,7 +216,7 @@ impl Node {
                 "the catalogue that node {} asks is of epoch {asked}, and epoch {seen} has begun: order the drop again",
                 self.settings.name
             );
-            return Err(failure(Kind::Fenced, text));
+            return Err(remote_error(ErrorKind::Fenced, text));
         }
         let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
         let code = match archived {
@@ -214,27 +230,28 @@ impl Node {
                     "stripe {stripe} is {other:?} in the catalogue, not archived by {}",
                     call.attempt
                 );
-                return Err(failure(Kind::Fenced, text));
+                return Err(remote_error(ErrorKind::Fenced, text));
             }
         };
         let me = self.id;
         self.on_store(move |store| {
             let name = receipt_name(call.attempt);
-            let bytes = store.get_small(Scope::Stripe(stripe), &name)?;
-            let missing =
-                || failure(Kind::NotFound, format!("no receipt of stripe {stripe} is here"));
+            let bytes = store.get_record_file(RecordScope::Stripe(stripe), &name)?;
+            let missing = || {
+                remote_error(ErrorKind::NotFound, format!("no receipt of stripe {stripe} is here"))
+            };
             let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
             if receipt.attempt != call.attempt
                 || receipt.generation != call.generation
                 || receipt.code != code
             {
-                return Err(failure(
-                    Kind::Corrupt,
+                return Err(remote_error(
+                    ErrorKind::Corrupt,
                     format!("the receipt of stripe {stripe} here is another's"),
                 ));
             }
             check_pieces(store, me, &receipt)?;
-            about_to(Stage::Drop, stripe);
+            trace_point(TracePoint::Drop, stripe);
             drop_files(store, me, &receipt)
         })
         .await
@@ -242,9 +259,9 @@ impl Node {
 }
 
 /// Whether a commit mark of any shard of `save` is here.
-fn has_mark(store: &Store, save: SaveId) -> Result<bool, Failure> {
+fn has_mark(store: &Store, save: SaveId) -> Result<bool, RemoteError> {
     for shard in store.shards(ShardId::before(save))?.take_while(|shard| shard.save() == save) {
-        if store.get_small(Scope::Shard(shard), MARK)?.is_some() {
+        if store.get_record_file(RecordScope::Shard(shard), MARK)?.is_some() {
             return Ok(true);
         }
     }
@@ -252,7 +269,7 @@ fn has_mark(store: &Store, save: SaveId) -> Result<bool, Failure> {
 }
 
 /// Whether the pieces that `receipt` ascribes to this node are here.
-fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Failure> {
+fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), RemoteError> {
     for piece in receipt.pieces.iter().filter(|piece| piece.node == me) {
         let key = match piece.form {
             PieceForm::File => FileKey::piece(receipt.stripe, piece.piece, receipt.attempt),
@@ -266,8 +283,8 @@ fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Fail
         }
         let file = store.open_file(key)?;
         if file.info().root != piece.root {
-            return Err(failure(
-                Kind::Corrupt,
+            return Err(remote_error(
+                ErrorKind::Corrupt,
                 format!("{key} here is not the piece of the receipt"),
             ));
         }
@@ -276,16 +293,20 @@ fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Fail
 }
 
 /// Removes the stripe's replicas, and what attempts that this one superseded left; keeps what the receipt names for this node.
-fn drop_files(store: &Store, me: NodeId, receipt: &Receipt) -> Result<DropAnswer, Failure> {
+fn drop_files(
+    store: &Store,
+    me: NodeId,
+    receipt: &Receipt,
+) -> Result<DropReplicasAnswer, RemoteError> {
     // First their receipts: none ever stands beside a piece that is gone.
-    let scope = Scope::Stripe(receipt.stripe);
-    for (name, _) in store.list_small(scope)? {
+    let scope = RecordScope::Stripe(receipt.stripe);
+    for (name, _) in store.list_record_files(scope)? {
         if name.starts_with(RECEIPT_PREFIX) && name != receipt_name(receipt.attempt) {
-            store.remove_small(scope, &name)?;
+            store.remove_record_file(scope, &name)?;
         }
     }
     let ours = || receipt.pieces.iter().filter(|piece| piece.node == me);
-    let mut answer = DropAnswer { files: 0, bytes: 0 };
+    let mut answer = DropReplicasAnswer { files: 0, bytes: 0 };
     for (key, file_bytes) in store.every_file(receipt.stripe)? {
         let kept = match key.name {
             FileName::Replica { block } => {

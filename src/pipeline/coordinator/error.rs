@@ -2,12 +2,12 @@
 
 use crate::catalogue::CatalogueError;
 use crate::id::{Job, NodeId, Step, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::pipeline::shard_records::RecordsError;
 use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
-use crate::wire::Failure;
+use crate::wire::RemoteError;
 
 /// Archiving stopped. What was committed before stays; running it again goes on.
 #[derive(Debug, thiserror::Error)]
@@ -65,7 +65,7 @@ pub enum ArchiveError {
         /// The last failure.
         last: String,
         /// Its kind.
-        kind: Kind,
+        kind: ErrorKind,
     },
     /// Pieces do not prove.
     #[error("stripe {stripe}: {what} is not what the code says; nothing was dropped")]
@@ -122,55 +122,58 @@ pub enum ArchiveError {
     #[error(transparent)]
     Call(#[from] CallError),
     /// A node's part of a plan failed.
-    #[error("node {node}{}: {failure}", behind(before))]
+    #[error("node {node}{}: {failure}", behind_nodes(before))]
     Part {
         /// The node.
         node: String,
         /// Those that send it something in this plan.
         before: Vec<String>,
         /// What the node says.
-        failure: Failure,
+        failure: RemoteError,
     },
     /// A record cannot be written or read.
     #[error("{0}")]
     Format(String),
 }
 
-fn behind(before: &[String]) -> String {
+fn behind_nodes(before: &[String]) -> String {
     if before.is_empty() { String::new() } else { format!(", behind {}", before.join(", ")) }
 }
 
 impl ArchiveError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            ArchiveError::NotFound { .. } => Kind::NotFound,
-            ArchiveError::Owned { .. } => Kind::Exists,
-            ArchiveError::Fenced { .. } => Kind::Fenced,
-            ArchiveError::NoCode { .. } => Kind::Invalid,
+            ArchiveError::NotFound { .. } => ErrorKind::NotFound,
+            ArchiveError::Owned { .. } => ErrorKind::Exists,
+            ArchiveError::Fenced { .. } => ErrorKind::Fenced,
+            ArchiveError::NoCode { .. } => ErrorKind::Invalid,
             ArchiveError::NoSpare { .. }
             | ArchiveError::Away { .. }
-            | ArchiveError::Unregistered { .. } => Kind::Unavailable,
+            | ArchiveError::Unregistered { .. } => ErrorKind::Unavailable,
             // Whoever did not answer may have what was not found.
-            ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => Kind::Unavailable,
+            ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => ErrorKind::Unavailable,
             ArchiveError::Stripe { kind, .. } => *kind,
-            ArchiveError::Unproven { .. } => Kind::Corrupt,
-            ArchiveError::BlockLost { .. } => Kind::Lost,
-            ArchiveError::Plan { .. } => Kind::Internal,
+            ArchiveError::Unproven { .. } => ErrorKind::Corrupt,
+            ArchiveError::BlockLost { .. } => ErrorKind::Lost,
+            ArchiveError::Plan { .. } => ErrorKind::Internal,
             ArchiveError::Planner(error) => error.kind(),
             ArchiveError::Catalogue(error) => error.kind(),
             ArchiveError::Records(error) => error.kind(),
             ArchiveError::Call(error) => error.kind(),
             ArchiveError::Part { failure, .. } => failure.kind,
-            ArchiveError::Format(_) => Kind::Corrupt,
+            ArchiveError::Format(_) => ErrorKind::Corrupt,
         }
     }
 
     /// Whether it may go on later as it is: nodes come back, another owner ends, a newer epoch is heard, a disk works again, others make
     /// the pieces.
-    pub(super) fn may_pass(&self) -> bool {
+    pub(super) fn is_retryable(&self) -> bool {
         let kind = self.kind();
         kind.is_transient()
-            || matches!(kind, Kind::Exists | Kind::Fenced | Kind::Io | Kind::Corrupt)
+            || matches!(
+                kind,
+                ErrorKind::Exists | ErrorKind::Fenced | ErrorKind::Io | ErrorKind::Corrupt
+            )
     }
 }

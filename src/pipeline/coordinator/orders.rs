@@ -25,7 +25,7 @@ pub(super) struct NodeOrder {
 }
 
 /// What an order needs besides the plan.
-pub(super) struct Context<'a> {
+pub(super) struct OrderContext<'a> {
     pub shard: &'a OwnedShard,
     pub fixed: &'a StripeFixed,
     pub directory: &'a Directory,
@@ -39,13 +39,13 @@ fn combined(row: &[u8], fixed: &StripeFixed, grain: u64) -> Result<Fingerprint, 
 }
 
 /// One order for each node of the plan, in node-id order.
-pub(super) fn build(
+pub(super) fn build_orders(
     coordinator: &Coordinator,
-    context: &Context<'_>,
+    context: &OrderContext<'_>,
     plan: &Plan,
     checked: &Checked,
 ) -> Result<Vec<NodeOrder>, ArchiveError> {
-    let Context { shard, fixed, directory, options } = context;
+    let OrderContext { shard, fixed, directory, options } = context;
     let mut receivers: BTreeMap<StreamNo, NodeId> = BTreeMap::new();
     for hop in &plan.hops {
         for input in &hop.inputs {
@@ -105,12 +105,12 @@ pub(super) fn build(
 }
 
 /// All n pieces, if every one of them is what the generator's row makes of the blocks' fingerprints.
-pub(super) fn judge(
-    context: &Context<'_>,
+pub(super) fn verify_proofs(
+    context: &OrderContext<'_>,
     plan: &Plan,
     reports: &[(NodeId, RunReport)],
 ) -> Result<Vec<ReceiptPiece>, ArchiveError> {
-    let Context { shard, fixed, directory, .. } = context;
+    let OrderContext { shard, fixed, directory, .. } = context;
     let mut proofs: BTreeMap<u8, (NodeId, &PieceProof)> = BTreeMap::new();
     for (node, report) in reports {
         for proof in &report.proofs {

@@ -13,7 +13,7 @@ use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
 use crate::pipeline::shard_records;
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveOptions, PlanChoice};
 
@@ -98,7 +98,7 @@ impl OwnedShard {
                 last.count += if same { next.count } else { 0 };
                 same
             });
-            about_to(Stage::Take, root.shard);
+            trace_point(TracePoint::Take, root.shard);
             match write(catalogue, &key, Some(revision), &state).await? {
                 Written::Set(revision) => {
                     let (state, leaves) = (Mutex::new((state, revision)), OnceCell::new());
@@ -148,17 +148,17 @@ impl OwnedShard {
     }
 
     /// The shard's leaves, fetched once.
-    pub async fn leaves(
+    pub async fn fetch_leaves(
         &self,
         coordinator: &Coordinator,
         directory: &Directory,
     ) -> Result<&Leaves, ArchiveError> {
-        let fetch = shard_records::leaves(&coordinator.caller, directory, &self.root);
+        let fetch = shard_records::fetch_leaves(&coordinator.caller, directory, &self.root);
         Ok(self.leaves.get_or_try_init(|| fetch).await?)
     }
 
     /// An error when somebody else has the shard.
-    pub fn still_ours(&self) -> Result<(), ArchiveError> {
+    pub fn ensure_owned(&self) -> Result<(), ArchiveError> {
         match self.is_lost.load(Ordering::Relaxed) {
             true => Err(ArchiveError::Fenced { shard: self.root.name.to_string() }),
             false => Ok(()),
@@ -166,7 +166,7 @@ impl OwnedShard {
     }
 
     /// Sets one stripe's state by compare-and-set.
-    pub async fn set(
+    pub async fn set_stripes(
         &self,
         coordinator: &Coordinator,
         index: u32,
@@ -178,12 +178,12 @@ impl OwnedShard {
                 "stripe {index}: the shard's state would have too many runs; run archive again"
             ))),
         };
-        self.change(coordinator, change).await
+        self.compare_and_set_state(coordinator, change).await
     }
 
     /// Changes the record. Only its owner does that: what is there and not ours fences us, what is there and ours is what an
     /// earlier try wrote whose answer was lost. After a try without an answer the record is read before the next one.
-    async fn change(
+    async fn compare_and_set_state(
         &self,
         coordinator: &Coordinator,
         change: impl Fn(&mut ShardState) -> Result<(), ArchiveError>,
@@ -191,7 +191,7 @@ impl OwnedShard {
         let (catalogue, key) = (&*coordinator.catalogue, state_key(self.root.shard));
         let mut state = self.state.lock().await;
         for _ in 0..TRIES {
-            self.still_ours()?;
+            self.ensure_owned()?;
             let mut next = state.0.clone();
             change(&mut next)?;
             let found = match write(catalogue, &key, Some(state.1), &next).await {
@@ -212,7 +212,7 @@ impl OwnedShard {
                 _ => self.is_lost.store(true, Ordering::Relaxed),
             }
         }
-        self.still_ours()?;
+        self.ensure_owned()?;
         let (reason, seeds) = ("its record changes again and again".into(), key);
         Err(CatalogueError::Unreachable { seeds, reason }.into())
     }
@@ -228,7 +228,7 @@ impl OwnedShard {
             next.owner = None;
             Ok(())
         };
-        match self.change(coordinator, change).await {
+        match self.compare_and_set_state(coordinator, change).await {
             Err(ArchiveError::Fenced { .. }) => Ok(()),
             result => result,
         }
@@ -276,7 +276,7 @@ mod tests {
         async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
             self.inner.get(key).await
         }
-        async fn set(
+        async fn compare_and_set(
             &self,
             key: &str,
             expected: Option<u64>,
@@ -285,7 +285,7 @@ mod tests {
             if self.before.swap(false, Ordering::Relaxed) {
                 return Err(lost());
             }
-            let outcome = self.inner.set(key, expected, value).await;
+            let outcome = self.inner.compare_and_set(key, expected, value).await;
             if self.after.swap(false, Ordering::Relaxed) { Err(lost()) } else { outcome }
         }
         async fn list(
@@ -366,7 +366,7 @@ mod tests {
         let state = async || read::<ShardState>(&*catalogue, &key).await.unwrap().unwrap().0;
         for (index, flag) in (0..).zip([&catalogue.before, &catalogue.after]) {
             flag.store(true, Ordering::Relaxed);
-            shard.set(&coordinator, index, StripeState::Replicated).await.unwrap();
+            shard.set_stripes(&coordinator, index, StripeState::Replicated).await.unwrap();
             assert!(!flag.load(Ordering::Relaxed));
             assert_eq!(state().await.stripe(index), Some(StripeState::Replicated));
         }
@@ -376,9 +376,9 @@ mod tests {
         let taken = OwnedShard::take(&coordinator, root, options, lease).await.unwrap();
         let now = state().await;
         catalogue.before.store(true, Ordering::Relaxed);
-        let fenced = shard.set(&coordinator, 2, StripeState::Replicated).await.unwrap_err();
+        let fenced = shard.set_stripes(&coordinator, 2, StripeState::Replicated).await.unwrap_err();
         assert!(matches!(fenced, ArchiveError::Fenced { .. }), "{fenced}");
-        assert!(shard.still_ours().is_err() && taken.still_ours().is_ok());
+        assert!(shard.ensure_owned().is_err() && taken.ensure_owned().is_ok());
         assert_eq!(state().await, now);
         let shards = [shard, taken].map(Arc::new);
         for shard in &shards {

@@ -11,18 +11,18 @@ use super::{ArchiveError, Coordinator};
 use crate::format::file::FileName;
 use crate::format::records::{Record, StripeRecord};
 use crate::id::{NodeId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::pipeline::shard_records::StripeInfo;
 use crate::placement::Spares;
 use crate::topology::Directory;
-use crate::wire::calls::{Fetch, FileView, Inspect, ListSources, PutPlaces};
+use crate::wire::calls::{CopyReplica, FileView, ListFiles, ListSources, PutPlaces};
 
 /// Time for one block to be copied between nodes.
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
 /// What nodes hold of a stripe; `None` for a node that does not answer.
-pub(super) type Held = BTreeMap<NodeId, Option<Vec<FileView>>>;
+pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
 
 /// A node with a damaged replica of a block, by block.
 type Damaged = BTreeMap<usize, NodeId>;
@@ -32,7 +32,7 @@ fn lost_or_away(
     stripe: StripeId,
     block: usize,
     directory: &Directory,
-    held: &Held,
+    held: &FilesByNode,
 ) -> ArchiveError {
     let silent = held.iter().filter(|(_, files)| files.is_none());
     let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
@@ -45,14 +45,14 @@ fn lost_or_away(
 
 impl Coordinator {
     /// What each of `nodes` holds of the stripe.
-    pub(super) async fn inspect(
+    pub(super) async fn list_files(
         &self,
         directory: &Directory,
         info: &StripeInfo,
         nodes: impl IntoIterator<Item = NodeId>,
-    ) -> Held {
+    ) -> FilesByNode {
         let ask = nodes.into_iter().map(|node| async move {
-            let call = Inspect { stripe: info.fixed.stripe };
+            let call = ListFiles { stripe: info.fixed.stripe };
             let answer = match directory.address(node) {
                 Some(address) if directory.is_live(node) => {
                     self.caller.call(&address, &call).await.ok()
@@ -73,9 +73,9 @@ impl Coordinator {
     ) -> Result<Vec<NodeId>, ArchiveError> {
         let stripe = info.fixed.stripe;
         let mut places = info.places.clone();
-        let mut held = self.inspect(directory, info, places.iter().copied()).await;
+        let mut held = self.list_files(directory, info, places.iter().copied()).await;
         let ring = || shard.root.ring.iter().map(|member| member.node);
-        let missing = |held: &Held| -> Vec<usize> {
+        let missing = |held: &FilesByNode| -> Vec<usize> {
             let blocks =
                 (0..info.fixed.blocks.len()).filter(|&b| info.fixed.blocks[b].len_bytes > 0);
             blocks.filter(|&block| holder(info, held, block).is_none()).collect()
@@ -83,7 +83,7 @@ impl Coordinator {
         if !missing(&held).is_empty() {
             // The record's places are a hint: any node of the ring may have what is not found there.
             let rest: Vec<NodeId> = ring().filter(|node| !held.contains_key(node)).collect();
-            held.extend(self.inspect(directory, info, rest).await);
+            held.extend(self.list_files(directory, info, rest).await);
         }
         let missing = missing(&held);
         let damaged = match missing.is_empty() {
@@ -115,11 +115,11 @@ impl Coordinator {
         }
         for (node, block, from) in fetches {
             tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "making a replica again");
-            match self.fetch(shard, info, directory, node, block, from).await {
-                Err(error) if error.kind() == Kind::Lost => {
+            match self.copy_replica(shard, info, directory, node, block, from).await {
+                Err(error) if error.kind() == ErrorKind::Lost => {
                     tracing::warn!(%stripe, block, %error, "a block cannot be gathered");
                     // Only a ring that has answered as a whole has lost it.
-                    held.extend(self.inspect(directory, info, ring()).await);
+                    held.extend(self.list_files(directory, info, ring()).await);
                     return Err(lost_or_away(stripe, block, directory, &held));
                 }
                 fetched => fetched?,
@@ -155,7 +155,7 @@ impl Coordinator {
         damaged
     }
 
-    async fn fetch(
+    async fn copy_replica(
         &self,
         shard: &OwnedShard,
         info: &StripeInfo,
@@ -167,7 +167,7 @@ impl Coordinator {
         let source = directory.address(from).ok_or(ArchiveError::Unregistered { node: from })?;
         let target = directory.address(to).ok_or(ArchiveError::Unregistered { node: to })?;
         let expected = &info.fixed.blocks[block];
-        let call = Fetch {
+        let call = CopyReplica {
             stripe: info.fixed.stripe,
             block: block as u8,
             len_bytes: expected.len_bytes,
@@ -205,12 +205,12 @@ impl Coordinator {
 }
 
 /// A node that has a good replica of the block.
-fn holder(info: &StripeInfo, held: &Held, block: usize) -> Option<NodeId> {
+fn holder(info: &StripeInfo, held: &FilesByNode, block: usize) -> Option<NodeId> {
     held.keys().copied().find(|&node| has_good(info, held, node, block))
 }
 
 /// Whether `node` has a good replica of the block.
-fn has_good(info: &StripeInfo, held: &Held, node: NodeId, block: usize) -> bool {
+fn has_good(info: &StripeInfo, held: &FilesByNode, node: NodeId, block: usize) -> bool {
     let expected = &info.fixed.blocks[block];
     let files = held.get(&node).and_then(Option::as_ref);
     files.into_iter().flatten().any(|view| {

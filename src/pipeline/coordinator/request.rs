@@ -19,7 +19,7 @@ use crate::entropy::Entropy;
 use crate::format::records::{Checkpoint, Record, ShardRoot, StripeState};
 use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step};
 use crate::net::call::Caller;
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
 
@@ -46,12 +46,12 @@ pub struct Coordinator {
 }
 
 /// A coordinator's lease, kept until this is dropped or the lease is lost.
-struct Tenure {
+struct LeaseKeeper {
     lease: LeaseId,
     keeper: JoinHandle<()>,
 }
 
-impl Tenure {
+impl LeaseKeeper {
     async fn begin(coordinator: &Coordinator) -> Result<Self, CatalogueError> {
         let (lease, period) = coordinator.catalogue.lease_grant().await?;
         let (catalogue, clock) = (coordinator.catalogue.clone(), coordinator.clock.clone());
@@ -67,14 +67,14 @@ impl Tenure {
     }
 }
 
-impl Drop for Tenure {
+impl Drop for LeaseKeeper {
     fn drop(&mut self) {
         self.keeper.abort();
     }
 }
 
 /// An archiving that this coordinator has, or is about to have, under its lease.
-struct Claim {
+struct ActiveRequest {
     key: String,
     job: Job,
     step: Step,
@@ -82,16 +82,16 @@ struct Claim {
     options: ArchiveOptions,
     /// How often in a row it failed before.
     failures: u32,
-    tenure: Tenure,
+    tenure: LeaseKeeper,
 }
 
-impl Claim {
+impl ActiveRequest {
     async fn begin(
         coordinator: &Coordinator,
         (job, step, save): (&Job, Step, SaveId),
         options: ArchiveOptions,
     ) -> Result<Self, CatalogueError> {
-        let (key, tenure) = (archiving_key(job, step), Tenure::begin(coordinator).await?);
+        let (key, tenure) = (archiving_key(job, step), LeaseKeeper::begin(coordinator).await?);
         Ok(Self { key, job: job.clone(), step, save, options, failures: 0, tenure })
     }
 
@@ -104,7 +104,7 @@ impl Claim {
 
 /// What an archiving leaves to be done later.
 #[derive(Default)]
-struct Left {
+struct Remaining {
     /// Stripes whose replicas are not all confirmed to be dropped.
     undropped: u64,
     /// Something failed that may go on later.
@@ -148,9 +148,9 @@ impl Coordinator {
         options: ArchiveOptions,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let save = self.committed(job, step).await?;
-        let claim = self.claim((job, step, save), options).await?;
-        self.carry_out(&claim, events).await
+        let save = self.committed_save(job, step).await?;
+        let claim = self.open_request((job, step, save), options).await?;
+        self.run_request(&claim, events).await
     }
 
     /// Goes on with the archiving that was `found` under `revision`, unless somebody else has been at it since: what he left waits anew.
@@ -161,19 +161,23 @@ impl Coordinator {
         (found, revision): (Archiving, u64),
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let mut claim = Claim::begin(self, (job, step, found.save), found.options).await?;
+        let mut claim = ActiveRequest::begin(self, (job, step, found.save), found.options).await?;
         claim.failures = found.failures;
-        about_to(Stage::Wish, format_args!("{job}/{step}"));
+        trace_point(TracePoint::Wish, format_args!("{job}/{step}"));
         match write(&*self.catalogue, &claim.key, Some(revision), &claim.record(self.me)).await? {
-            Written::Set(_) => self.carry_out(&claim, events).await,
+            Written::Set(_) => self.run_request(&claim, events).await,
             Written::Other(_) => Ok(self.catalogue.lease_revoke(claim.tenure.lease).await?),
         }
     }
 
     /// Archives what is claimed, and ends the claim or leaves it to wait.
-    async fn carry_out(&self, claim: &Claim, events: &Events) -> Result<(), ArchiveError> {
-        let mut left = Left::default();
-        let result = self.archive_claimed(claim, &mut left, events).await;
+    async fn run_request(
+        &self,
+        claim: &ActiveRequest,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let mut left = Remaining::default();
+        let result = self.archive_requested(claim, &mut left, events).await;
         let mut why: Vec<String> =
             result.as_ref().err().map(ToString::to_string).into_iter().collect();
         if left.undropped > 0 {
@@ -182,17 +186,17 @@ impl Coordinator {
         let goes_on = left.may_pass || left.undropped > 0;
         let waiting = goes_on.then(|| why.join("; ").chars().take(MAX_WHY_CHARS).collect());
         // Where this fails, the lease ends by itself, and the record stands as if its coordinator had died.
-        let ended = self.unclaim(claim, waiting).await;
+        let ended = self.finish_request(claim, waiting).await;
         result.and(ended)
     }
 
     /// Records the archiving, or takes over one whose coordinator is gone.
-    async fn claim(
+    async fn open_request(
         &self,
         of: (&Job, Step, SaveId),
         options: ArchiveOptions,
-    ) -> Result<Claim, ArchiveError> {
-        let mut claim = Claim::begin(self, of, options).await?;
+    ) -> Result<ActiveRequest, ArchiveError> {
+        let mut claim = ActiveRequest::begin(self, of, options).await?;
         let mut current = read::<Archiving>(&*self.catalogue, &claim.key).await?;
         loop {
             if let Some((other, _)) = &current
@@ -203,7 +207,7 @@ impl Coordinator {
             }
             claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures);
             let revision = current.map(|(_, revision)| revision);
-            about_to(Stage::Wish, format_args!("{}/{}", of.0, of.1));
+            trace_point(TracePoint::Wish, format_args!("{}/{}", of.0, of.1));
             match write(&*self.catalogue, &claim.key, revision, &claim.record(self.me)).await? {
                 Written::Set(_) => return Ok(claim),
                 Written::Other(other) => current = other,
@@ -212,9 +216,13 @@ impl Coordinator {
     }
 
     /// Ends the claim, or leaves it for whoever tries again, and gives the lease back.
-    async fn unclaim(&self, claim: &Claim, waiting: Option<String>) -> Result<(), ArchiveError> {
-        let Claim { key, job, step, tenure, .. } = claim;
-        about_to(Stage::Done, format_args!("{job}/{step}"));
+    async fn finish_request(
+        &self,
+        claim: &ActiveRequest,
+        waiting: Option<String>,
+    ) -> Result<(), ArchiveError> {
+        let ActiveRequest { key, job, step, tenure, .. } = claim;
+        trace_point(TracePoint::Done, format_args!("{job}/{step}"));
         if let Some((found, revision)) = read::<Archiving>(&*self.catalogue, key).await?
             && found.lease == tenure.lease
         {
@@ -223,41 +231,41 @@ impl Coordinator {
             let left = waiting.map(|why| Archiving { failures, waiting: Some(why), ..found });
             let left = left.map(|left| left.to_bytes()).transpose();
             let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
-            self.catalogue.set(key, Some(revision), left).await?;
+            self.catalogue.compare_and_set(key, Some(revision), left).await?;
         }
         Ok(self.catalogue.lease_revoke(tenure.lease).await?)
     }
 
-    async fn archive_claimed(
+    async fn archive_requested(
         &self,
-        claim: &Claim,
-        left: &mut Left,
+        claim: &ActiveRequest,
+        left: &mut Remaining,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let result = match self.still_committed(claim).await {
+        let result = match self.ensure_committed(claim).await {
             Ok(()) => self.archive_save(claim, left, events).await,
             Err(error) => Err(error),
         };
-        left.may_pass |= result.as_ref().is_err_and(ArchiveError::may_pass);
+        left.may_pass |= result.as_ref().is_err_and(ArchiveError::is_retryable);
         let is_gone = |now| matches!(now, Err(ArchiveError::NotFound { .. }));
-        if result.is_err() && is_gone(self.still_committed(claim).await) {
+        if result.is_err() && is_gone(self.ensure_committed(claim).await) {
             // Another save in its place is not what was asked for.
-            *left = Left::default();
+            *left = Remaining::default();
         }
         result
     }
 
     /// Fails when something else is committed than what is claimed, or nothing.
-    async fn still_committed(&self, claim: &Claim) -> Result<(), ArchiveError> {
-        let Claim { job, step, save, .. } = claim;
-        match self.committed(job, *step).await? == *save {
+    async fn ensure_committed(&self, claim: &ActiveRequest) -> Result<(), ArchiveError> {
+        let ActiveRequest { job, step, save, .. } = claim;
+        match self.committed_save(job, *step).await? == *save {
             true => Ok(()),
             false => Err(ArchiveError::NotFound { job: job.clone(), step: *step }),
         }
     }
 
     /// What is committed as a step.
-    async fn committed(&self, job: &Job, step: Step) -> Result<SaveId, ArchiveError> {
+    async fn committed_save(&self, job: &Job, step: Step) -> Result<SaveId, ArchiveError> {
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
         let saved = saved.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
@@ -266,11 +274,11 @@ impl Coordinator {
 
     async fn archive_save(
         &self,
-        claim: &Claim,
-        left: &mut Left,
+        claim: &ActiveRequest,
+        left: &mut Remaining,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let &Claim { save, options, ref tenure, .. } = claim;
+        let &ActiveRequest { save, options, ref tenure, .. } = claim;
         let roots = shard_roots(&*self.catalogue, save).await?;
         let parallel = match options.parallel {
             0 => DEFAULT_PARALLEL,
@@ -311,7 +319,7 @@ impl Coordinator {
         jobs: Vec<(Arc<OwnedShard>, u32)>,
         (total_bytes, parallel): (u64, usize),
         options: ArchiveOptions,
-        left: &mut Left,
+        left: &mut Remaining,
         events: &Events,
     ) -> Result<(), ArchiveError> {
         let mut done_bytes = 0;
@@ -338,7 +346,7 @@ impl Coordinator {
                         let _ = events.send(ArchiveEvent::Note(text.clone())).await;
                         told = text;
                     }
-                    left.may_pass |= error.may_pass();
+                    left.may_pass |= error.is_retryable();
                     first_error.get_or_insert(error);
                 }
             }

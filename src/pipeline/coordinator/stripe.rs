@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use futures_util::future::{join_all, try_join_all};
 use futures_util::stream::FuturesUnordered;
 
-use super::orders::{Context, NodeOrder, build, judge};
+use super::orders::{NodeOrder, OrderContext, build_orders, verify_proofs};
 use super::owned_shard::OwnedShard;
 use super::{ArchiveError, Coordinator, Events};
 use crate::clock::deadline;
@@ -16,21 +16,21 @@ use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot, StripeState};
 use crate::id::{Attempt, Generation, NodeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::{CallError, address};
-use crate::pipeline::busy_retry::Patience;
+use crate::pipeline::busy_retry::BusyRetry;
 use crate::pipeline::executor::ADMIT_ALL_LIMIT;
 use crate::pipeline::shard_records::{self, StripeInfo};
 use crate::placement::place;
 use crate::plan::check::{Goal, check};
 use crate::plan::{Output, Plan};
 use crate::planner::{self, Subject};
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
-use crate::wire::Failure;
+use crate::wire::RemoteError;
 use crate::wire::calls::{
-    ArchiveEvent, ArchiveOptions, Drop, HopView, PlanChoice, PutReceipt, Release, Reserve, Run,
-    StripeReport,
+    ArchiveEvent, ArchiveOptions, DropReplicas, HopView, PlanChoice, PutReceipt, ReleasePart,
+    ReservePart, RunPart, StripeReport,
 };
 use crate::wire::order::RunReport;
 
@@ -58,7 +58,7 @@ impl Coordinator {
         let mut tries = 0;
         loop {
             tries += 1;
-            shard.still_ours()?;
+            shard.ensure_owned()?;
             let error = match self.try_stripe(shard, index, options, events, tries == 1).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
@@ -67,7 +67,12 @@ impl Coordinator {
                 error,
                 ArchiveError::Call(_) | ArchiveError::Part { .. } | ArchiveError::Unproven { .. }
             );
-            if !again || matches!(error.kind(), Kind::Fenced | Kind::Invalid | Kind::Denied) {
+            if !again
+                || matches!(
+                    error.kind(),
+                    ErrorKind::Fenced | ErrorKind::Invalid | ErrorKind::Denied
+                )
+            {
                 return Err(error);
             }
             tracing::warn!(shard = %shard.root.name, stripe = index, tries, %error, "archiving a stripe failed");
@@ -92,17 +97,28 @@ impl Coordinator {
         is_first: bool,
     ) -> Result<(), ArchiveError> {
         let directory = self.directory().await?;
-        let leaves = shard.leaves(self, &directory).await?;
-        let info =
-            shard_records::stripe(&self.caller, &directory, &shard.root, leaves, index).await?;
+        let leaves = shard.fetch_leaves(self, &directory).await?;
+        let info = shard_records::fetch_stripe_record(
+            &self.caller,
+            &directory,
+            &shard.root,
+            leaves,
+            index,
+        )
+        .await?;
         let (attempt, generation) = match shard.stripe(index).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
                 // Not proven in this run: replicas go only when the pieces are seen to do without them.
                 let at = (index, info.places.as_slice());
-                let receipt =
-                    shard_records::receipt(&self.caller, &directory, &shard.root, at, attempt)
-                        .await?;
+                let receipt = shard_records::fetch_receipt(
+                    &self.caller,
+                    &directory,
+                    &shard.root,
+                    at,
+                    attempt,
+                )
+                .await?;
                 let stands = receipt.generation == generation
                     && self.pieces_span(&info, &directory, &receipt).await;
                 return match stands {
@@ -119,9 +135,9 @@ impl Coordinator {
             }
             _ => return Ok(()),
         };
-        about_to(Stage::Replicas, info.fixed.stripe);
+        trace_point(TracePoint::Replicas, info.fixed.stripe);
         let places = self.ensure_replicas(shard, &info, &directory).await?;
-        let context = Context { shard, fixed: &info.fixed, directory: &directory, options };
+        let context = OrderContext { shard, fixed: &info.fixed, directory: &directory, options };
         let subject = Subject {
             stripe: info.fixed.stripe,
             attempt,
@@ -129,29 +145,29 @@ impl Coordinator {
             places: &places,
             code: &shard.code,
         };
-        let plan = choose(&subject, options.plan, &*self.entropy)?;
+        let plan = build_plan(&subject, options.plan, &*self.entropy)?;
         let stripe = info.fixed.stripe;
         let checked = check(&plan, &shard.code, Goal::Archive)
             .map_err(|source| ArchiveError::Plan { stripe, source })?;
-        let orders = build(self, &context, &plan, &checked)?;
+        let orders = build_orders(self, &context, &plan, &checked)?;
 
         let started = self.clock.now();
         let (mut reserved, mut reports) = (started, Vec::new());
         // Only once: what its nodes do not stand by after all is made anew.
         let earlier = match is_first && generation != shard.generation {
-            true => self.proven_before(shard, &info, &directory, &plan, generation).await,
+            true => self.find_previous_receipt(shard, &info, &directory, &plan, generation).await,
             false => None,
         };
         let receipt = match earlier {
             Some(receipt) => receipt,
             None => {
-                about_to(Stage::Reserve, stripe);
+                trace_point(TracePoint::Reserve, stripe);
                 self.reserve(&orders).await?;
                 reserved = self.clock.now();
-                about_to(Stage::Run, stripe);
+                trace_point(TracePoint::Run, stripe);
                 reports = self.run(&orders, &plan, &directory).await?;
-                about_to(Stage::Proof, stripe);
-                let pieces = judge(&context, &plan, &reports)?;
+                trace_point(TracePoint::Proof, stripe);
+                let pieces = verify_proofs(&context, &plan, &reports)?;
                 let (cluster, code) = (self.cluster, plan.code);
                 Receipt { cluster, stripe, attempt, generation, code, pieces }
             }
@@ -160,8 +176,8 @@ impl Coordinator {
         self.put_receipts(shard, &orders, &receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
-        about_to(Stage::Archived, stripe);
-        shard.set(self, index, archived).await?;
+        trace_point(TracePoint::Archived, stripe);
+        shard.set_stripes(self, index, archived).await?;
         let committed = self.clock.now();
         self.drop_replicas(shard, &info, &directory, &receipt, &places).await?;
         let phases_us = [
@@ -185,14 +201,14 @@ impl Coordinator {
 
     /// Admission, again and again while nodes are busy with other plans: that is no failure of the stripe.
     async fn reserve(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
-        let mut patience = Patience::new(self.clock.clone(), self.entropy.clone());
+        let mut patience = BusyRetry::new(self.clock.clone(), self.entropy.clone());
         loop {
             let error = match self.reserve_all(orders).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
             tracing::debug!(%error, "a plan is not admitted");
-            if error.kind() != Kind::Busy || !patience.wait().await {
+            if error.kind() != ErrorKind::Busy || !patience.wait().await {
                 return Err(error.into());
             }
         }
@@ -204,7 +220,7 @@ impl Coordinator {
         debug_assert!(orders.is_sorted_by_key(|order| order.node));
         let began = self.clock.now();
         for (at, NodeOrder { address: to, order, .. }) in orders.iter().enumerate() {
-            let call = Reserve { order: order.clone() };
+            let call = ReservePart { order: order.clone() };
             let left = ADMIT_ALL_LIMIT.saturating_sub(self.clock.now() - began);
             let mut answer =
                 self.caller.call_within(&address(to), &call, RESERVE_LIMIT.min(left)).await;
@@ -212,7 +228,7 @@ impl Coordinator {
                 && left < RESERVE_LIMIT
             {
                 let message = format!("not all nodes were free within {ADMIT_ALL_LIMIT:?}");
-                answer = Err(Failure { kind: Kind::Busy, message }.into());
+                answer = Err(RemoteError { kind: ErrorKind::Busy, message }.into());
             }
             if let Err(error) = answer {
                 self.release(&orders[..=at]).await;
@@ -225,7 +241,7 @@ impl Coordinator {
     async fn release(&self, orders: &[NodeOrder]) {
         let calls = orders.iter().map(|NodeOrder { address, order, .. }| async move {
             // A node that does not hear this lets the reservation expire.
-            let _ = self.caller.call(address, &Release { run: order.run }).await;
+            let _ = self.caller.call(address, &ReleasePart { run: order.run }).await;
         });
         join_all(calls).await;
     }
@@ -237,7 +253,7 @@ impl Coordinator {
         directory: &Directory,
     ) -> Result<Vec<(NodeId, RunReport)>, ArchiveError> {
         let calls = orders.iter().map(|NodeOrder { node, address: to, order }| async move {
-            let run = Run { run: order.run };
+            let run = RunPart { run: order.run };
             let report = self.caller.call_held(to, &run, RUN_LIMIT).await;
             report.map(|report| (*node, report)).map_err(|error| (*node, error))
         });
@@ -255,7 +271,7 @@ impl Coordinator {
                 && let Some(next) = running.next().await
             {
                 if let Err(cause) = next
-                    && is_nearer(plan, &cause, &failed)
+                    && is_root_cause(plan, &cause, &failed)
                 {
                     failed = cause;
                 }
@@ -299,7 +315,7 @@ impl Coordinator {
 
     /// The receipt of an earlier owner's run, if all of its pieces are on the nodes that this plan has them on: they were proven,
     /// and it need not run again.
-    async fn proven_before(
+    async fn find_previous_receipt(
         &self,
         shard: &OwnedShard,
         info: &StripeInfo,
@@ -309,31 +325,34 @@ impl Coordinator {
     ) -> Option<Receipt> {
         let (root, attempt) = (&shard.root, plan.attempt);
         let at = (info.fixed.stripe.index, info.places.as_slice());
-        let found = shard_records::receipt(&self.caller, directory, root, at, attempt).await;
+        let found = shard_records::fetch_receipt(&self.caller, directory, root, at, attempt).await;
         let receipt = found.ok().filter(|receipt| {
             let is_home = |piece: &ReceiptPiece| plan.home(piece.piece) == Some(piece.node);
             receipt.generation == generation
                 && receipt.code == plan.code
                 && receipt.pieces.iter().all(is_home)
         })?;
-        let held = self.pieces_held(info, directory, &receipt).await;
+        let held = self.count_pieces(info, directory, &receipt).await;
         (held.len() == receipt.pieces.len()).then_some(receipt)
     }
 
     /// The receipt of an archived stripe from whoever has it, if all of its pieces are on their nodes now. An attempt that went on by other
     /// nodes may have an earlier receipt as well; whichever it is, what lies beside all of its pieces is needed by nobody.
-    pub(crate) async fn standing_receipt(
+    pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,
         index: u32,
         attempt: Attempt,
     ) -> Result<Option<Receipt>, ArchiveError> {
         let directory = self.directory().await?;
-        let leaves = shard_records::leaves(&self.caller, &directory, root).await?;
-        let info = shard_records::stripe(&self.caller, &directory, root, &leaves, index).await?;
+        let leaves = shard_records::fetch_leaves(&self.caller, &directory, root).await?;
+        let info =
+            shard_records::fetch_stripe_record(&self.caller, &directory, root, &leaves, index)
+                .await?;
         let at = (index, info.places.as_slice());
-        let receipt = shard_records::receipt(&self.caller, &directory, root, at, attempt).await?;
-        let held = self.pieces_held(&info, &directory, &receipt).await;
+        let receipt =
+            shard_records::fetch_receipt(&self.caller, &directory, root, at, attempt).await?;
+        let held = self.count_pieces(&info, &directory, &receipt).await;
         Ok((held.len() == receipt.pieces.len()).then_some(receipt))
     }
 
@@ -345,20 +364,20 @@ impl Coordinator {
         receipt: &Receipt,
     ) -> bool {
         let Some(code) = table::by_id(receipt.code) else { return false };
-        let available = self.pieces_held(info, directory, receipt).await;
+        let available = self.count_pieces(info, directory, receipt).await;
         let all: Vec<usize> = (0..code.k()).collect();
         reconstruct(&code, &available, &all).is_ok()
     }
 
     /// The pieces of the receipt that their nodes have now.
-    async fn pieces_held(
+    async fn count_pieces(
         &self,
         info: &StripeInfo,
         directory: &Directory,
         receipt: &Receipt,
     ) -> Vec<usize> {
         let nodes: BTreeSet<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
-        let held = self.inspect(directory, info, nodes).await;
+        let held = self.list_files(directory, info, nodes).await;
         let is_there = |piece: &&ReceiptPiece| {
             let file = match piece.form {
                 PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
@@ -400,7 +419,7 @@ impl Coordinator {
         // Also nodes that held a replica and no piece need the receipt before they drop anything.
         let code = receipt.code;
         let receipt = self.receipt_call(shard, receipt)?;
-        let call = Drop { stripe: info.fixed.stripe, attempt, generation };
+        let call = DropReplicas { stripe: info.fixed.stripe, attempt, generation };
         let drops = nodes.iter().map(|&node| {
             let (call, receipt) = (&call, &receipt);
             async move {
@@ -409,7 +428,7 @@ impl Coordinator {
                 };
                 let mut answer = self.caller.call(&address, call).await;
                 if let Err(CallError::Failed(failure)) = &answer
-                    && failure.kind == Kind::NotFound
+                    && failure.kind == ErrorKind::NotFound
                     && self.caller.call(&address, receipt).await.is_ok()
                 {
                     answer = self.caller.call(&address, call).await;
@@ -422,8 +441,8 @@ impl Coordinator {
         });
         if join_all(drops).await.into_iter().all(|dropped| dropped) {
             let state = StripeState::Archived { attempt, code, generation, dropped: true };
-            about_to(Stage::Dropped, call.stripe);
-            match shard.set(self, index, state).await {
+            trace_point(TracePoint::Dropped, call.stripe);
+            match shard.set_stripes(self, index, state).await {
                 // It does not fit into the shard's record now: the drop is asked for again another time.
                 Err(error @ ArchiveError::Format(_)) => {
                     tracing::info!(%error, "a drop is not recorded")
@@ -437,21 +456,21 @@ impl Coordinator {
 
 /// Whether a node may have failed only because its neighbour did, or waited for the same as its neighbour.
 fn is_reached_by_others(error: &CallError) -> bool {
-    let kinds = [Kind::Unavailable, Kind::Timeout];
+    let kinds = [ErrorKind::Unavailable, ErrorKind::Timeout];
     matches!(error, CallError::Failed(failure) if kinds.contains(&failure.kind))
 }
 
 /// Whether the failure at one node rather is the cause than what was heard first. Behind a node that stands still all wait, from
 /// almost the same moment on: who stands nearest to it names it.
-fn is_nearer(plan: &Plan, cause: &(NodeId, CallError), first: &(NodeId, CallError)) -> bool {
+fn is_root_cause(plan: &Plan, cause: &(NodeId, CallError), first: &(NodeId, CallError)) -> bool {
     match (cause.1.kind(), first.1.kind()) {
-        (Kind::Unavailable, _) if is_reached_by_others(&cause.1) => false,
-        (Kind::Timeout, Kind::Timeout) => plan.upstream(first.0).contains(&cause.0),
+        (ErrorKind::Unavailable, _) if is_reached_by_others(&cause.1) => false,
+        (ErrorKind::Timeout, ErrorKind::Timeout) => plan.upstream(first.0).contains(&cause.0),
         _ => true,
     }
 }
 
-fn choose(
+fn build_plan(
     subject: &Subject<'_>,
     plan: PlanChoice,
     entropy: &dyn Entropy,

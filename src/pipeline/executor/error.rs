@@ -4,7 +4,7 @@ use super::hop_error::HopError;
 use super::run::ADMISSION_LIMIT;
 use crate::budget::BudgetError;
 use crate::id::NodeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::store::StoreError;
 use crate::workers::WorkerDied;
 
@@ -63,17 +63,17 @@ pub enum RunError {
 
 impl RunError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            RunError::Order { .. } | RunError::Budget(_) => Kind::Invalid,
-            RunError::Busy { .. } => Kind::Busy,
+            RunError::Order { .. } | RunError::Budget(_) => ErrorKind::Invalid,
+            RunError::Busy { .. } => ErrorKind::Busy,
             // Room does not come back by waiting: whoever watches is told.
-            RunError::NoRoom { .. } => Kind::Unavailable,
-            RunError::Unknown => Kind::NotFound,
-            RunError::GivenUp => Kind::Unavailable,
+            RunError::NoRoom { .. } => ErrorKind::Unavailable,
+            RunError::Unknown => ErrorKind::NotFound,
+            RunError::GivenUp => ErrorKind::Unavailable,
             RunError::Hop { source, .. } => source.kind(),
             RunError::Store(error) => error.kind(),
-            RunError::Worker(_) => Kind::Internal,
+            RunError::Worker(_) => ErrorKind::Internal,
         }
     }
 }

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 
 use super::hop_error::{HopError, STALL_LIMIT};
 use super::piece_slot::PieceSlot;
-use super::timing::{Account, Batch, Laps, Spent, us};
+use super::timing::{HopTiming, JobTime, Stopwatch, TimedBatch, as_micros};
 use crate::clock::{Clock, deadline};
 use crate::code::Code;
 use crate::format::geometry::StripeCut;
@@ -48,12 +48,12 @@ pub fn hop_bytes(hop: &HopOrder) -> u64 {
 }
 
 /// Local blocks that a hop reads; `None` is a block past the shard's end, all zero.
-pub type Blocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
+pub type OpenBlocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
 /// Pieces that a node writes, shared by its hops.
-pub type Pieces = BTreeMap<u8, PieceSlot>;
+pub type OpenPieces = BTreeMap<u8, PieceSlot>;
 
 /// What all hops of one order share.
-pub struct Shared {
+pub struct HopContext {
     /// The stripe's cut.
     pub cut: StripeCut,
     /// The code, for the classical codec.
@@ -63,12 +63,12 @@ pub struct Shared {
     /// Checks the inputs.
     pub key: FingerprintKey,
     /// Local inputs.
-    pub blocks: Blocks,
+    pub blocks: OpenBlocks,
     /// Local outputs.
-    pub pieces: Pieces,
+    pub pieces: OpenPieces,
 }
 
-impl Shared {
+impl HopContext {
     /// The slot of a piece.
     pub fn slot(&self, piece: u8) -> Result<&PieceSlot, HopError> {
         self.pieces.get(&piece).ok_or(HopError::Order { what: "a piece was not opened" })
@@ -83,12 +83,12 @@ impl Shared {
     ) -> Result<(), HopError> {
         let shared = self.clone();
         let job = move || shared.slot(piece)?.prove(&shared.key, extent);
-        self.slot(piece)?.after_the_last(|| workers.begin(job)).await
+        self.slot(piece)?.join_last_proof(|| workers.begin(job)).await
     }
 }
 
 /// A stream, and the name of the node at its other end.
-pub struct Incoming {
+pub struct IncomingStream {
     /// Who sends.
     pub from: String,
     /// The bytes.
@@ -96,7 +96,7 @@ pub struct Incoming {
 }
 
 /// The same towards another node.
-pub struct Outgoing {
+pub struct OutgoingStream {
     /// Who reads.
     pub to: String,
     /// The bytes.
@@ -105,22 +105,22 @@ pub struct Outgoing {
 
 /// The streams of one hop, by number.
 #[derive(Default)]
-pub struct Streams {
+pub struct HopStreams {
     /// Incoming.
-    pub incoming: BTreeMap<StreamNo, Incoming>,
+    pub incoming: BTreeMap<StreamNo, IncomingStream>,
     /// Outgoing.
-    pub outgoing: BTreeMap<StreamNo, Outgoing>,
+    pub outgoing: BTreeMap<StreamNo, OutgoingStream>,
 }
 
 /// The part of a hop that needs no network: one grain in, one grain out.
-struct Step {
-    shared: Arc<Shared>,
+struct HopMath {
+    shared: Arc<HopContext>,
     hop: HopOrder,
     matrix: Matrix,
     clock: Arc<dyn Clock>,
 }
 
-impl Step {
+impl HopMath {
     fn local(&self, input: Input, grain: u64, len: usize) -> Result<Bytes, HopError> {
         let missing = HopError::Order { what: "a local input was not opened" };
         let mut bytes = vec![0; len];
@@ -146,8 +146,13 @@ impl Step {
     }
 
     /// `streams` holds the grain of each incoming stream, in the order of the inputs.
-    fn run(&self, grain: u64, streams: Vec<Bytes>, spent: &mut Spent) -> Result<Done, HopError> {
-        let mut laps = Laps::start(&*self.clock);
+    fn run(
+        &self,
+        grain: u64,
+        streams: Vec<Bytes>,
+        spent: &mut JobTime,
+    ) -> Result<MultipliedGrain, HopError> {
+        let mut laps = Stopwatch::start(&*self.clock);
         let len = self.shared.cut.grain_len(grain) as usize;
         let at = (grain - self.hop.grains.0) as usize;
         let mut streams = streams.into_iter();
@@ -184,21 +189,25 @@ impl Step {
             }
         }
         spent.disk += laps.lap();
-        Ok(Done { sent, extents })
+        Ok(MultipliedGrain { sent, extents })
     }
 
     /// Grains from `first` on, one after the other, and what they took.
-    fn run_all(&self, first: u64, batch: Vec<Vec<Bytes>>) -> Result<(Vec<Done>, Spent), HopError> {
-        let mut spent = Spent::default();
+    fn run_all(
+        &self,
+        first: u64,
+        batch: Vec<Vec<Bytes>>,
+    ) -> Result<(Vec<MultipliedGrain>, JobTime), HopError> {
+        let mut spent = JobTime::default();
         let all = (first..).zip(batch);
         let done = all.map(|(grain, streams)| self.run(grain, streams, &mut spent));
-        let done: Result<Vec<Done>, HopError> = done.collect();
+        let done: Result<Vec<MultipliedGrain>, HopError> = done.collect();
         Ok((done?, spent))
     }
 }
 
 /// What came of one grain.
-struct Done {
+struct MultipliedGrain {
     /// The grain of each outgoing stream.
     sent: Vec<Bytes>,
     /// What is whole now and to be proven.
@@ -206,7 +215,7 @@ struct Done {
 }
 
 /// The end of `work`, which waits for others; too long, and the hop is ended and says whom it waited for.
-pub(in crate::pipeline) async fn moved<T>(
+pub(in crate::pipeline) async fn with_stall_limit<T>(
     clock: &dyn Clock,
     waiting_for: impl FnOnce() -> String,
     work: impl Future<Output = Result<T, HopError>>,
@@ -220,26 +229,26 @@ pub(in crate::pipeline) async fn moved<T>(
 /// Receiving, working and sending go on side by side. A job takes all grains that have come by then, up to `BATCH_GRAINS`: on a
 /// busy machine a job waits long for a processor, and who is late must not wait once a grain.
 pub async fn run_hop(
-    shared: Arc<Shared>,
+    shared: Arc<HopContext>,
     number: u32,
     hop: HopOrder,
-    streams: Streams,
+    streams: HopStreams,
     workers: &Workers,
     clock: &Arc<dyn Clock>,
     began: Duration,
 ) -> Result<HopReport, HopError> {
     let matrix = Matrix::from_rows(&hop.matrix)?;
-    let since = || us(clock.now().saturating_sub(began));
+    let since = || as_micros(clock.now().saturating_sub(began));
     let cut = shared.cut;
-    let Streams { incoming, outgoing } = streams;
+    let HopStreams { incoming, outgoing } = streams;
     let (to_work, arrived) = mpsc::channel(QUEUED_GRAINS);
     let (to_send, done) = mpsc::channel(QUEUED_GRAINS);
     let receiving = receive(&hop, cut, incoming, to_work, &**clock);
     let sending = send(&hop, outgoing, done, &**clock);
-    let step = Arc::new(Step { shared, hop: hop.clone(), matrix, clock: clock.clone() });
+    let step = Arc::new(HopMath { shared, hop: hop.clone(), matrix, clock: clock.clone() });
     let working = work(&step, arrived, to_send, workers, &since);
     let (in_bytes, account, out_bytes) = tokio::try_join!(receiving, working, sending)?;
-    let Account { first_us, times, chunks, .. } = account;
+    let HopTiming { first_us, times, chunks, .. } = account;
     let span_us = (first_us.unwrap_or_else(since), since());
     let work = HopWork { in_bytes, out_bytes, span_us, times, chunks };
     Ok(HopReport { hop: number, work })
@@ -249,7 +258,7 @@ pub async fn run_hop(
 async fn receive(
     hop: &HopOrder,
     cut: StripeCut,
-    mut incoming: BTreeMap<StreamNo, Incoming>,
+    mut incoming: BTreeMap<StreamNo, IncomingStream>,
     to_work: mpsc::Sender<Vec<Bytes>>,
     clock: &dyn Clock,
 ) -> Result<u64, HopError> {
@@ -259,14 +268,14 @@ async fn receive(
         let mut received = Vec::with_capacity(inputs.len());
         for &stream in &inputs {
             let missing = HopError::Order { what: "an incoming stream was not connected" };
-            let Incoming { from, recv } = incoming.get_mut(&stream).ok_or(missing)?;
+            let IncomingStream { from, recv } = incoming.get_mut(&stream).ok_or(missing)?;
             let work = async {
                 let read = recv.read_exact(cut.grain_len(grain) as usize).await;
                 let node = || from.clone();
                 read.map_err(|source| HopError::Upstream { stream, node: node(), source })
             };
             let waiting_for = || format!("{from} to send stream {stream}");
-            let bytes = moved(clock, waiting_for, work).await?;
+            let bytes = with_stall_limit(clock, waiting_for, work).await?;
             in_bytes += bytes.len() as u64;
             received.push(bytes);
         }
@@ -280,13 +289,13 @@ async fn receive(
 
 /// Multiplies and stores what has arrived.
 async fn work(
-    step: &Arc<Step>,
+    step: &Arc<HopMath>,
     mut arrived: mpsc::Receiver<Vec<Bytes>>,
     to_send: mpsc::Sender<Vec<Bytes>>,
     workers: &Workers,
     since: &impl Fn() -> u64,
-) -> Result<Account, HopError> {
-    let mut account = Account::new(step.hop.grains);
+) -> Result<HopTiming, HopError> {
+    let mut account = HopTiming::new(step.hop.grains);
     let mut grain = step.hop.grains.0;
     loop {
         let waits_from = since();
@@ -300,10 +309,10 @@ async fn work(
         let (results, spent) = workers.run(move || job.run_all(grain, batch)).await??;
         let worked = since();
         let (grains, at_us) = ((grain, grain + count), [waits_from, works_from, worked]);
-        account.add(Batch { grains, at_us, spent });
+        account.add(TimedBatch { grains, at_us, spent });
         grain += count;
         let mut extents = Vec::new();
-        for Done { sent, extents: whole } in results {
+        for MultipliedGrain { sent, extents: whole } in results {
             extents.extend(whole);
             // Closed only by sending that failed, and that failure is the hop's.
             if to_send.send(sent).await.is_err() {
@@ -322,7 +331,7 @@ async fn work(
 /// Sends what comes out, and ends the streams; how many bytes it was.
 async fn send(
     hop: &HopOrder,
-    mut outgoing: BTreeMap<StreamNo, Outgoing>,
+    mut outgoing: BTreeMap<StreamNo, OutgoingStream>,
     mut done: mpsc::Receiver<Vec<Bytes>>,
     clock: &dyn Clock,
 ) -> Result<u64, HopError> {
@@ -331,23 +340,23 @@ async fn send(
     while let Some(ready) = done.recv().await {
         for (&stream, bytes) in outputs.iter().zip(ready) {
             let missing = HopError::Order { what: "an outgoing stream was not connected" };
-            let Outgoing { to, send } = outgoing.get_mut(&stream).ok_or(missing)?;
+            let OutgoingStream { to, send } = outgoing.get_mut(&stream).ok_or(missing)?;
             out_bytes += bytes.len() as u64;
             let work = async {
                 let written = send.write(bytes).await;
                 let node = || to.clone();
                 written.map_err(|source| HopError::Downstream { stream, node: node(), source })
             };
-            moved(clock, || format!("{to} to take stream {stream}"), work).await?;
+            with_stall_limit(clock, || format!("{to} to take stream {stream}"), work).await?;
         }
     }
-    for (stream, Outgoing { to, mut send }) in outgoing {
+    for (stream, OutgoingStream { to, mut send }) in outgoing {
         let work = async {
             let finished = send.finish().await;
             let node = || to.clone();
             finished.map_err(|source| HopError::Downstream { stream, node: node(), source })
         };
-        moved(clock, || format!("{to} to take stream {stream}"), work).await?;
+        with_stall_limit(clock, || format!("{to} to take stream {stream}"), work).await?;
     }
     Ok(out_bytes)
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::code::CodeError;
 use crate::gf::GfError;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::plan::{Input, StreamNo};
 use crate::store::StoreError;
@@ -77,14 +77,14 @@ pub enum HopError {
 
 impl HopError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            HopError::Corrupt { .. } => Kind::Corrupt,
-            HopError::Upstream { .. } | HopError::Downstream { .. } => Kind::Unavailable,
-            HopError::Stalled { .. } => Kind::Timeout,
-            HopError::Order { .. } => Kind::Invalid,
+            HopError::Corrupt { .. } => ErrorKind::Corrupt,
+            HopError::Upstream { .. } | HopError::Downstream { .. } => ErrorKind::Unavailable,
+            HopError::Stalled { .. } => ErrorKind::Timeout,
+            HopError::Order { .. } => ErrorKind::Invalid,
             HopError::Store(error) => error.kind(),
-            HopError::Field(_) | HopError::Code(_) | HopError::Worker(_) => Kind::Internal,
+            HopError::Field(_) | HopError::Code(_) | HopError::Worker(_) => ErrorKind::Internal,
         }
     }
 }

@@ -8,6 +8,6 @@ mod run;
 mod timing;
 
 pub use error::RunError;
-pub use hop::{Incoming, SEND_BYTES, STREAM_WINDOW_BYTES, hop_bytes};
+pub use hop::{IncomingStream, SEND_BYTES, STREAM_WINDOW_BYTES, hop_bytes};
 pub use hop_error::HopError;
-pub use run::{ADMIT_ALL_LIMIT, Runs, order_bytes};
+pub use run::{ADMIT_ALL_LIMIT, Executor, order_bytes};

@@ -5,20 +5,20 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::hop_error::HopError;
 use crate::gf::{Fingerprint, FingerprintKey, GfError};
 use crate::store::disk::AlignedBuffer;
-use crate::store::{Extent, PieceWriter, Stored};
+use crate::store::{Extent, PieceWriter, StoreOutcome};
 use crate::units::grains;
 use crate::workers::Begun;
 
 /// A piece while it is written.
 pub struct PieceSlot {
     writer: Mutex<Option<PieceWriter>>,
-    proof: Mutex<Proof>,
+    proof: Mutex<ProofState>,
     /// The extent that is being proven; the next one waits for it.
     proving: tokio::sync::Mutex<Option<Begun<Result<(), HopError>>>>,
 }
 
 /// What was read back so far, and the buffer for it.
-struct Proof {
+struct ProofState {
     fingerprints: Vec<Fingerprint>,
     buffer: AlignedBuffer,
 }
@@ -31,7 +31,7 @@ impl PieceSlot {
     /// The slot of a new piece of `len_bytes`.
     pub fn new(writer: PieceWriter, len_bytes: u64) -> Self {
         let fingerprints = vec![Fingerprint::ZERO; grains(len_bytes) as usize];
-        let proof = Proof { fingerprints, buffer: Extent::buffer(len_bytes) };
+        let proof = ProofState { fingerprints, buffer: Extent::buffer(len_bytes) };
         Self {
             writer: Mutex::new(Some(writer)),
             proof: Mutex::new(proof),
@@ -50,14 +50,14 @@ impl PieceSlot {
 
     /// Syncs an extent and fingerprints what is read back past the page cache.
     pub fn prove(&self, key: &FingerprintKey, extent: Extent) -> Result<(), HopError> {
-        let Proof { fingerprints, buffer } = &mut *locked(&self.proof);
+        let ProofState { fingerprints, buffer } = &mut *locked(&self.proof);
         let mut read_back = ReadBack { key, fingerprints, failed: None };
         extent.prove(buffer, &mut |grain, bytes| read_back.take(grain, bytes))?;
         read_back.result()
     }
 
     /// Begins to prove an extent when the one before is proven: whoever writes faster than the disk waits here.
-    pub async fn after_the_last(
+    pub async fn join_last_proof(
         &self,
         begin: impl FnOnce() -> Begun<Result<(), HopError>>,
     ) -> Result<(), HopError> {
@@ -70,7 +70,7 @@ impl PieceSlot {
     }
 
     /// Waits until no extent is being proven.
-    pub async fn settle(&self) -> Result<(), HopError> {
+    pub async fn wait_for_proofs(&self) -> Result<(), HopError> {
         match self.proving.lock().await.take() {
             Some(begun) => begun.end().await?,
             None => Ok(()),
@@ -78,10 +78,13 @@ impl PieceSlot {
     }
 
     /// Makes the piece durable; answers with the fingerprints of all that was read back past the page cache.
-    pub fn finish(&self, key: &FingerprintKey) -> Result<(Stored, Vec<Fingerprint>), HopError> {
+    pub fn finish(
+        &self,
+        key: &FingerprintKey,
+    ) -> Result<(StoreOutcome, Vec<Fingerprint>), HopError> {
         let writer = locked(&self.writer).take();
         let writer = writer.ok_or(HopError::Order { what: "a piece was finished twice" })?;
-        let Proof { fingerprints, .. } = &mut *locked(&self.proof);
+        let ProofState { fingerprints, .. } = &mut *locked(&self.proof);
         let mut read_back = ReadBack { key, fingerprints, failed: None };
         let stored = writer.finish(&mut |grain, bytes| read_back.take(grain, bytes))?;
         read_back.result()?;

@@ -12,7 +12,8 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::hop::{
-    Incoming, Outgoing, Shared, Streams, hop_bytes, moved, run_hop, stream_in, stream_out,
+    HopContext, HopStreams, IncomingStream, OutgoingStream, hop_bytes, run_hop, stream_in,
+    stream_out, with_stall_limit,
 };
 use super::hop_error::HopError;
 use super::piece_slot::{PieceSlot, ReadBack};
@@ -23,12 +24,12 @@ use crate::format::file::FileKey;
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
 use crate::id::StripeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::Caller;
 use crate::net::frame::write_frame;
 pub use crate::pipeline::executor::error::RunError;
 use crate::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, StreamNo};
-use crate::stage::{Stage, about_to};
+use crate::stage::{TracePoint, trace_point};
 use crate::store::disk::AlignedBuffer;
 use crate::store::{PieceSpec, Store, StoredFile};
 use crate::units::{GRAIN_BYTES, grains};
@@ -44,23 +45,23 @@ pub const ADMIT_ALL_LIMIT: Duration = Duration::from_secs(30);
 pub const UNUSED_LIMIT: Duration = Duration::from_secs(40);
 const _: () = assert!(UNUSED_LIMIT.as_secs() > ADMIT_ALL_LIMIT.as_secs());
 /// The most parts admitted at once.
-const MAX_RUNS: usize = 256;
+const MAX_PARTS: usize = 256;
 
-struct Admitted {
+struct AdmittedPart {
     order: Order,
     code: Code,
     admitted_at: Duration,
-    waiting: BTreeMap<StreamNo, oneshot::Receiver<Incoming>>,
+    waiting: BTreeMap<StreamNo, oneshot::Receiver<IncomingStream>>,
     memory: Reservation,
 }
 
 #[derive(Default)]
-struct Table {
-    admitted: BTreeMap<[u8; 16], Admitted>,
-    arriving: BTreeMap<([u8; 16], StreamNo), oneshot::Sender<Incoming>>,
+struct PartTable {
+    admitted: BTreeMap<[u8; 16], AdmittedPart>,
+    arriving: BTreeMap<([u8; 16], StreamNo), oneshot::Sender<IncomingStream>>,
 }
 
-impl Table {
+impl PartTable {
     /// What was promised and is not taken yet: it is not free.
     fn promised_bytes(&self) -> u64 {
         self.admitted.values().map(|part| piece_bytes(&part.order)).sum()
@@ -68,13 +69,13 @@ impl Table {
 }
 
 /// The parts that a node has admitted or runs.
-pub struct Runs {
+pub struct Executor {
     store: Store,
     workers: Workers,
     caller: Arc<Caller>,
     clock: Arc<dyn Clock>,
     memory: Arc<Budget>,
-    table: Mutex<Table>,
+    table: Mutex<PartTable>,
 }
 
 /// All memory that an order works in, its pieces' buffers included.
@@ -105,7 +106,7 @@ fn pieces_of(order: &Order) -> Vec<u8> {
     pieces
 }
 
-fn check(order: &Order) -> Result<Code, RunError> {
+fn check_order(order: &Order) -> Result<Code, RunError> {
     let refuse = |what| Err(RunError::Order { what });
     let Some(code) = table::by_id(order.code) else {
         return refuse("its code is not in this version's table");
@@ -152,7 +153,7 @@ fn check(order: &Order) -> Result<Code, RunError> {
     Ok(code)
 }
 
-impl Runs {
+impl Executor {
     /// No parts yet; `memory` is the share of the daemon's budget that archiving has.
     pub fn new(
         store: Store,
@@ -164,29 +165,29 @@ impl Runs {
         Self { store, workers, caller, clock, memory, table: Mutex::default() }
     }
 
-    fn table(&self) -> std::sync::MutexGuard<'_, Table> {
+    fn table(&self) -> std::sync::MutexGuard<'_, PartTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn forget(table: &mut Table, run: [u8; 16]) {
+    fn forget(table: &mut PartTable, run: [u8; 16]) {
         table.admitted.remove(&run);
         table.arriving.retain(|(of, _), _| *of != run);
     }
 
     /// Gives back what was admitted and nobody ran. Also to be called when nothing else is admitted.
-    pub fn give_back_unused(&self) {
+    pub fn release_unused(&self) {
         let now = self.clock.now();
         let mut table = self.table();
-        let is_unused = |part: &Admitted| now > part.admitted_at + UNUSED_LIMIT;
+        let is_unused = |part: &AdmittedPart| now > part.admitted_at + UNUSED_LIMIT;
         let unused = table.admitted.iter().filter(|(_, part)| is_unused(part));
         let unused: Vec<[u8; 16]> = unused.map(|(run, _)| *run).collect();
         unused.into_iter().for_each(|run| Self::forget(&mut table, run));
     }
 
     /// Gives back what earlier owners of the shard were admitted with and never ran: the node obeys them no more.
-    fn give_back_superseded(&self, order: &Order) {
+    fn release_superseded(&self, order: &Order) {
         let mut table = self.table();
-        let is_over = |part: &Admitted| {
+        let is_over = |part: &AdmittedPart| {
             part.order.stripe.shard == order.stripe.shard
                 && part.order.generation < order.generation
         };
@@ -197,11 +198,11 @@ impl Runs {
 
     /// Admits a part: all memory that it will ever use is taken here.
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
-        let code = check(&order)?;
+        let code = check_order(&order)?;
         let needed_bytes = order_bytes(&order);
         // First what nobody uses goes back: it may be all there is.
-        self.give_back_unused();
-        self.give_back_superseded(&order);
+        self.release_unused();
+        self.release_superseded(&order);
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
@@ -217,7 +218,7 @@ impl Runs {
         // Also while it runs: an order that comes twice must not take the place of those who wait for its streams.
         let is_known = table.admitted.contains_key(&order.run)
             || table.arriving.keys().any(|(run, _)| *run == order.run);
-        if table.admitted.len() >= MAX_RUNS || is_known {
+        if table.admitted.len() >= MAX_PARTS || is_known {
             return Err(RunError::Busy { needed_bytes });
         }
         let mut waiting = BTreeMap::new();
@@ -230,7 +231,7 @@ impl Runs {
         }
         table
             .admitted
-            .insert(order.run, Admitted { order, code, admitted_at: now, waiting, memory });
+            .insert(order.run, AdmittedPart { order, code, admitted_at: now, waiting, memory });
         Ok(())
     }
 
@@ -262,14 +263,14 @@ impl Runs {
     }
 
     /// Hands a stream that arrived to the hop that waits for it.
-    pub fn arrived(&self, header: &StreamHeader, stream: Incoming) {
+    pub fn accept_stream(&self, header: &StreamHeader, stream: IncomingStream) {
         let waiting = self.table().arriving.remove(&(header.run, header.stream));
         let unwanted = match waiting {
             Some(hop) => hop.send(stream).err(),
             None => Some(stream),
         };
         if let Some(mut stream) = unwanted {
-            stream.recv.stop(Kind::NotFound.wire_code());
+            stream.recv.stop(ErrorKind::NotFound.wire_code());
         }
     }
 
@@ -281,16 +282,16 @@ impl Runs {
         given_up: &CancellationToken,
     ) -> Result<RunReport, RunError> {
         let part = self.table().admitted.remove(&run).ok_or(RunError::Unknown)?;
-        let _forget = Forget { runs: self, run };
+        let _forget = ForgetOnDrop { runs: self, run };
         self.run_part(part, given_up).await
     }
 
     async fn run_part(
         &self,
-        part: Admitted,
+        part: AdmittedPart,
         given_up: &CancellationToken,
     ) -> Result<RunReport, RunError> {
-        let Admitted { order, code, mut waiting, memory, .. } = part;
+        let AdmittedPart { order, code, mut waiting, memory, .. } = part;
         let began = self.clock.now();
         let shared = Arc::new(self.open(&order, code).await?);
         let hops = order.hops.iter().enumerate().map(|(number, hop)| {
@@ -321,9 +322,9 @@ impl Runs {
         Ok(RunReport { hops, proofs, total_us })
     }
 
-    async fn open(&self, order: &Order, code: Code) -> Result<Shared, RunError> {
+    async fn open(&self, order: &Order, code: Code) -> Result<HopContext, RunError> {
         let (store, order) = (self.store.clone(), order.clone());
-        let work = move || -> Result<Shared, RunError> {
+        let work = move || -> Result<HopContext, RunError> {
             let mut blocks = BTreeMap::new();
             for input in order.hops.iter().flat_map(|hop| &hop.inputs) {
                 if let Input::Block(block) = input.input {
@@ -346,7 +347,7 @@ impl Runs {
                 pieces.insert(piece, PieceSlot::new(writer, order.cut.block_bytes));
             }
             let key = FingerprintKey::derive(&order.fingerprint_key);
-            Ok(Shared { cut: order.cut, code, codec: order.codec, key, blocks, pieces })
+            Ok(HopContext { cut: order.cut, code, codec: order.codec, key, blocks, pieces })
         };
         self.workers.run(work).await?
     }
@@ -355,9 +356,9 @@ impl Runs {
         &self,
         run: &[u8; 16],
         hop: &HopOrder,
-        arriving: Vec<(StreamNo, oneshot::Receiver<Incoming>)>,
-    ) -> Result<Streams, HopError> {
-        let mut streams = Streams::default();
+        arriving: Vec<(StreamNo, oneshot::Receiver<IncomingStream>)>,
+    ) -> Result<HopStreams, HopError> {
+        let mut streams = HopStreams::default();
         for output in &hop.outputs {
             let (Some(stream), Some(to)) = (stream_out(output.output), &output.to) else {
                 continue;
@@ -376,27 +377,31 @@ impl Runs {
                 Ok::<_, HopError>(send)
             };
             let waiting_for = || format!("{} to accept stream {stream}", to.name);
-            let send = moved(&*self.clock, waiting_for, open).await?;
-            streams.outgoing.insert(stream, Outgoing { to: to.name.to_string(), send });
+            let send = with_stall_limit(&*self.clock, waiting_for, open).await?;
+            streams.outgoing.insert(stream, OutgoingStream { to: to.name.to_string(), send });
         }
         for (stream, receiver) in arriving {
             let gone = |_| HopError::Order { what: "its reservation was given back" };
             let arrived = async { receiver.await.map_err(gone) };
             let waiting_for = || format!("the node before it to open stream {stream}");
-            let arrived = moved(&*self.clock, waiting_for, arrived).await?;
+            let arrived = with_stall_limit(&*self.clock, waiting_for, arrived).await?;
             streams.incoming.insert(stream, arrived);
         }
         Ok(streams)
     }
 
     /// Makes the pieces durable and reads them back, and the replicas that stay as pieces too.
-    async fn prove(&self, order: &Order, shared: Arc<Shared>) -> Result<Vec<PieceProof>, RunError> {
+    async fn prove(
+        &self,
+        order: &Order,
+        shared: Arc<HopContext>,
+    ) -> Result<Vec<PieceProof>, RunError> {
         let mut proofs = Vec::new();
         for piece in pieces_of(order) {
             let shared = shared.clone();
-            about_to(Stage::Piece, format_args!("{}/{piece}", order.stripe));
+            trace_point(TracePoint::Piece, format_args!("{}/{piece}", order.stripe));
             let failed = |source| RunError::Hop { hop: 0, source };
-            shared.slot(piece).map_err(failed)?.settle().await.map_err(failed)?;
+            shared.slot(piece).map_err(failed)?.wait_for_proofs().await.map_err(failed)?;
             let job = move || -> Result<PieceProof, RunError> {
                 let slot = shared.slot(piece).map_err(failed)?;
                 let (stored, fingerprints) = slot.finish(&shared.key).map_err(failed)?;
@@ -438,14 +443,14 @@ fn read_back(
     read_back.result().map_err(|source| RunError::Hop { hop: 0, source })
 }
 
-struct Forget<'a> {
-    runs: &'a Runs,
+struct ForgetOnDrop<'a> {
+    runs: &'a Executor,
     run: [u8; 16],
 }
 
-impl Drop for Forget<'_> {
+impl Drop for ForgetOnDrop<'_> {
     fn drop(&mut self) {
-        Runs::forget(&mut self.runs.table(), self.run);
+        Executor::forget(&mut self.runs.table(), self.run);
     }
 }
 
@@ -487,7 +492,7 @@ mod tests {
     }
 
     /// A node's runs, with memory for one part.
-    fn runs(disk: &Arc<MemoryDisk>) -> (Runs, Arc<Budget>) {
+    fn runs(disk: &Arc<MemoryDisk>) -> (Executor, Arc<Budget>) {
         let lock = disk.lock(LOCK_FILE).unwrap();
         let (name, kv) = ("node-1".parse().unwrap(), Arc::new(MemoryKv::new()));
         let (store, _) = Store::open(disk.clone(), lock, kv, ClusterId([4; 16]), &name).unwrap();
@@ -496,7 +501,7 @@ mod tests {
         let pool = Pool::new(Arc::new(transport), clock.clone());
         let caller = Caller::new(pool, clock.clone(), ADMISSION_LIMIT);
         let memory = Budget::new("archive", order_bytes(&order(1)).next_multiple_of(4096));
-        (Runs::new(store, Workers::inline(), caller, clock, memory.clone()), memory)
+        (Executor::new(store, Workers::inline(), caller, clock, memory.clone()), memory)
     }
 
     #[tokio::test(start_paused = true)]
@@ -511,7 +516,7 @@ mod tests {
         let (refused, ()) = tokio::join!(runs.reserve(order(2)), meanwhile);
         let refused = refused.unwrap_err();
         assert!(matches!(refused, RunError::NoRoom { .. }), "{refused}");
-        assert_eq!(refused.kind(), Kind::Unavailable);
+        assert_eq!(refused.kind(), ErrorKind::Unavailable);
     }
 
     #[tokio::test(start_paused = true)]

@@ -10,7 +10,7 @@ const CHUNKS_REPORTED: u64 = 64;
 
 /// Time spent on one job.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Spent {
+pub struct JobTime {
     /// Fingerprints and products.
     pub computed: Duration,
     /// Reading, hashing and writing.
@@ -18,12 +18,12 @@ pub struct Spent {
 }
 
 /// Time since the last lap.
-pub struct Laps<'a> {
+pub struct Stopwatch<'a> {
     clock: &'a dyn Clock,
     last: Duration,
 }
 
-impl<'a> Laps<'a> {
+impl<'a> Stopwatch<'a> {
     /// The first lap begins now.
     pub fn start(clock: &'a dyn Clock) -> Self {
         Self { clock, last: clock.now() }
@@ -38,17 +38,17 @@ impl<'a> Laps<'a> {
 
 /// One job of a hop, on neighbouring grains.
 #[derive(Debug, Clone, Copy)]
-pub struct Batch {
+pub struct TimedBatch {
     /// The first grain, and one past the last.
     pub grains: (u64, u64),
     /// Microseconds of the hop: waiting began, work began, work was done.
     pub at_us: [u64; 3],
     /// What the worker spent.
-    pub spent: Spent,
+    pub spent: JobTime,
 }
 
 /// The sums of a hop.
-pub struct Account {
+pub struct HopTiming {
     grains: (u64, u64),
     /// When it began to work.
     pub first_us: Option<u64>,
@@ -58,16 +58,16 @@ pub struct Account {
     pub chunks: Vec<ChunkTimes>,
 }
 
-impl Account {
+impl HopTiming {
     /// Of a hop over these grains: the first, and one past the last.
     pub fn new(grains: (u64, u64)) -> Self {
         Self { grains, first_us: None, times: HopTimes::default(), chunks: Vec::new() }
     }
 
     /// Adds a job.
-    pub fn add(&mut self, batch: Batch) {
+    pub fn add(&mut self, batch: TimedBatch) {
         let [waited, began, done] = batch.at_us;
-        let (computed_us, disk_us) = (us(batch.spent.computed), us(batch.spent.disk));
+        let (computed_us, disk_us) = (as_micros(batch.spent.computed), as_micros(batch.spent.disk));
         self.first_us.get_or_insert(began);
         self.times.upstream_us += began.saturating_sub(waited);
         self.times.computed_us += computed_us;
@@ -83,7 +83,7 @@ impl Account {
 }
 
 /// Whole microseconds.
-pub fn us(time: Duration) -> u64 {
+pub fn as_micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
@@ -93,10 +93,11 @@ mod tests {
 
     #[test]
     fn what_no_worker_spent_was_waiting_for_one() {
-        let mut account = Account::new((10, 20));
-        let spent = Spent { computed: Duration::from_micros(30), disk: Duration::from_micros(20) };
-        account.add(Batch { grains: (10, 13), at_us: [5, 15, 100], spent });
-        account.add(Batch { grains: (13, 14), at_us: [100, 100, 150], spent });
+        let mut account = HopTiming::new((10, 20));
+        let spent =
+            JobTime { computed: Duration::from_micros(30), disk: Duration::from_micros(20) };
+        account.add(TimedBatch { grains: (10, 13), at_us: [5, 15, 100], spent });
+        account.add(TimedBatch { grains: (13, 14), at_us: [100, 100, 150], spent });
         let expected = HopTimes {
             upstream_us: 10,
             queued_us: 35,
@@ -111,10 +112,10 @@ mod tests {
     #[test]
     fn a_long_hop_reports_a_sample() {
         for grains in [1, 63, 64, 65, 1000, 2048] {
-            let mut account = Account::new((0, grains));
+            let mut account = HopTiming::new((0, grains));
             for grain in 0..grains {
-                let spent = Spent::default();
-                account.add(Batch { grains: (grain, grain + 1), at_us: [0; 3], spent });
+                let spent = JobTime::default();
+                account.add(TimedBatch { grains: (grain, grain + 1), at_us: [0; 3], spent });
             }
             assert_eq!(account.chunks.len() as u64, grains.min(CHUNKS_REPORTED), "{grains}");
             assert_eq!(account.chunks.last().unwrap().grains.1, grains);

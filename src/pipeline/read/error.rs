@@ -5,7 +5,7 @@ use std::io;
 use super::Lost;
 use crate::code::CodeError;
 use crate::id::StripeId;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::pipeline::busy_retry::BUSY_LIMIT;
 use crate::plan::check::PlanError;
 use crate::workers::WorkerDied;
@@ -70,14 +70,14 @@ pub enum ReadError {
 
 impl ReadError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            ReadError::Lost(_) => Kind::Lost,
-            ReadError::Busy { .. } => Kind::Busy,
-            ReadError::Sink { .. } => Kind::Io,
-            ReadError::UnknownCode { .. } => Kind::Invalid,
-            ReadError::Decoded { .. } => Kind::Corrupt,
-            ReadError::Plan(_) | ReadError::Code(_) | ReadError::Worker(_) => Kind::Internal,
+            ReadError::Lost(_) => ErrorKind::Lost,
+            ReadError::Busy { .. } => ErrorKind::Busy,
+            ReadError::Sink { .. } => ErrorKind::Io,
+            ReadError::UnknownCode { .. } => ErrorKind::Invalid,
+            ReadError::Decoded { .. } => ErrorKind::Corrupt,
+            ReadError::Plan(_) | ReadError::Code(_) | ReadError::Worker(_) => ErrorKind::Internal,
         }
     }
 }

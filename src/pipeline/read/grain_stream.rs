@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::ReadError;
-use super::reader::{MAX_PATCHES, Progress, StripeReader, Target};
-use super::source::{OpenFile, Stop};
+use super::reader::{MAX_REPAIRED_GRAINS, ReadCursor, ReadTarget, StripeReader};
+use super::source::{OpenFile, RoundEnd};
 use crate::code::{CodeError, Program};
 use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;
@@ -23,9 +23,9 @@ impl StripeReader {
         mut files: Vec<OpenFile>,
         program: Option<Arc<Program>>,
         blocks: &[u8],
-        progress: &mut Progress,
-        target: &Target,
-    ) -> Result<(), Stop> {
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
         let mut begun = InOrder::new(GRAINS_AT_ONCE);
         let (mut fetched, mut patches) = (Ok(()), 0);
         for grain in progress.left.clone() {
@@ -36,10 +36,10 @@ impl StripeReader {
                         done?;
                         progress.left.start += 1;
                     }
-                    self.patch(blocks, progress, target).await?;
+                    self.repair_grains(blocks, progress, target).await?;
                     patches += 1;
                     // Other sources may have less damage.
-                    if patches == MAX_PATCHES {
+                    if patches == MAX_REPAIRED_GRAINS {
                         return Ok(());
                     }
                     continue;
@@ -69,7 +69,7 @@ impl StripeReader {
         program: Option<Arc<Program>>,
         blocks: &[u8],
         grain: u64,
-        target: &Target,
+        target: &ReadTarget,
     ) -> impl FnOnce() -> Result<(), ReadError> + Send + 'static {
         let (info, key) = (self.info.clone(), self.key.clone());
         let (blocks, target) = (blocks.to_vec(), target.clone());

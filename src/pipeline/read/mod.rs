@@ -12,6 +12,6 @@ mod state;
 pub use error::ReadError;
 pub use probe::report_damage;
 pub use reader::{Sink, StripeReader};
-pub use session::Reading;
+pub use session::ReadSession;
 pub use sources::Lost;
-pub use state::state_on_nodes;
+pub use state::find_stripe_state;

@@ -13,10 +13,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::error::ReadError;
-use super::probe::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all, report_damage};
-use super::session::{BadFile, MAX_BAD_FILES, Reading, lock};
-use super::source::{Fault, Stop, all};
-use super::sources::{Coded, Holding, Lost, Wanted, Way};
+use super::probe::{
+    HeldFiles, LONG_PROBE_LIMIT, PROBE_LIMIT, WantedFiles, probe_nodes, report_damage,
+};
+use super::session::{BadFile, MAX_BAD_FILES, ReadSession, lock};
+use super::source::{RoundEnd, SourceFault, open_all};
+use super::sources::{Coded, Lost, ReadRequest, RemoteFile, SourceSet};
 use futures_util::future::try_join_all;
 
 use crate::code::{Program, reconstruct};
@@ -24,29 +26,29 @@ use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::NodeId;
-use crate::pipeline::busy_retry::Patience;
+use crate::pipeline::busy_retry::BusyRetry;
 use crate::pipeline::shard_records::StripeInfo;
 use crate::plan::check::{Goal, check};
 use crate::planner::{Subject, direct_read};
 use crate::units::GRAIN_BYTES;
 
 /// Damaged grains that a round reads from elsewhere before it ends, and other sources are chosen.
-pub(super) const MAX_PATCHES: usize = 16;
+pub(super) const MAX_REPAIRED_GRAINS: usize = 16;
 
 /// How far a reading has come, and whom it has been patient with.
-pub(super) struct Progress {
+pub(super) struct ReadCursor {
     /// Grains that are not delivered yet.
     pub(super) left: Range<u64>,
     /// Nodes that were passed over because they were slow: once each. Then they are waited for as long as it has to be.
     pub(super) passed: BTreeSet<NodeId>,
     /// The node that was busy last: others come first.
     pub(super) busy: Option<NodeId>,
-    pub(super) patience: Patience,
+    pub(super) patience: BusyRetry,
 }
 
 /// Where the bytes go that lie in `range` of the shard.
 #[derive(Clone)]
-pub(super) struct Target {
+pub(super) struct ReadTarget {
     pub(super) range: Range<u64>,
     pub(super) sink: Arc<dyn Sink>,
 }
@@ -59,20 +61,20 @@ pub trait Sink: Send + Sync + 'static {
 
 /// Reads one stripe.
 pub struct StripeReader {
-    pub(super) reading: Arc<Reading>,
+    pub(super) reading: Arc<ReadSession>,
     root: Arc<ShardRoot>,
     pub(super) key: Arc<FingerprintKey>,
     pub(super) info: Arc<StripeInfo>,
-    pub(super) way: Way,
+    pub(super) way: SourceSet,
     /// Sources that failed as a whole.
-    out: Mutex<BTreeSet<Holding>>,
+    out: Mutex<BTreeSet<RemoteFile>>,
 }
 
 impl StripeReader {
     /// Finds a way to read grains `grains` of `blocks` of the stripe, or says what is missing; busy: nobody knows before a node has time.
     #[expect(clippy::too_many_arguments, reason = "a stripe is many things")]
     pub async fn plan(
-        reading: Arc<Reading>,
+        reading: Arc<ReadSession>,
         root: Arc<ShardRoot>,
         key: Arc<FingerprintKey>,
         info: StripeInfo,
@@ -87,25 +89,25 @@ impl StripeReader {
         let known: BTreeSet<NodeId> =
             nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
         let stripe = info.fixed.stripe;
-        let is_leaving = reading.is_leaving(stripe);
+        let is_leaving = reading.is_dropping(stripe);
         let receipt = receipt.as_ref();
         let wanted =
-            Wanted { root: &root, info: &info, state, receipt, blocks, grains, is_leaving };
-        let way = |held: &Held| wanted.find_way(&reading.damage_of(stripe), held);
-        let find = |held: &Held| way(&reading.readable(stripe, held));
+            ReadRequest { root: &root, info: &info, state, receipt, blocks, grains, is_leaving };
+        let way = |held: &HeldFiles| wanted.find_sources(&reading.damage_of(stripe), held);
+        let find = |held: &HeldFiles| way(&reading.readable(stripe, held));
         // An error is no way, and none that waiting mends.
-        let is_enough = |held: &Held| find(held).map_or(true, |way| way.is_some());
-        let mut held = Held::new();
-        let counting = (stripe, Files::Counting);
-        inspect_all(&reading, counting, &known, INSPECT_LIMIT, &mut held, is_enough).await;
+        let is_enough = |held: &HeldFiles| find(held).map_or(true, |way| way.is_some());
+        let mut held = HeldFiles::new();
+        let counting = (stripe, WantedFiles::Counting);
+        probe_nodes(&reading, counting, &known, PROBE_LIMIT, &mut held, is_enough).await;
         let mut found = find(&held)?;
         let mut busy = None;
         if found.is_none() {
             // All of the ring, the silent ones again; and damaged files.
             nodes.extend(root.ring.iter().map(|member| member.node));
-            let sources = (stripe, Files::Sources);
-            busy =
-                inspect_all(&reading, sources, &nodes, PATIENT_LIMIT, &mut held, is_enough).await;
+            let sources = (stripe, WantedFiles::Sources);
+            busy = probe_nodes(&reading, sources, &nodes, LONG_PROBE_LIMIT, &mut held, is_enough)
+                .await;
             found = find(&held)?;
         }
         if found.is_none() && busy.is_none() {
@@ -136,7 +138,7 @@ impl StripeReader {
         range: Range<u64>,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
-        let target = Target { range, sink };
+        let target = ReadTarget { range, sink };
         if self.way.by_pieces {
             return self.read_pieces(blocks, grains, &target).await;
         }
@@ -149,39 +151,42 @@ impl StripeReader {
         &self,
         block: u8,
         grains: Range<u64>,
-        target: &Target,
+        target: &ReadTarget,
     ) -> Result<(), ReadError> {
         let end = crate::units::grains(self.info.fixed.cut.block_len(block)).min(grains.end);
-        let mut progress = self.reading.begin(grains.start..end);
+        let mut progress = self.reading.cursor(grains.start..end);
         let mut is_turned = false;
         while !progress.left.is_empty() {
             let from = progress.left.start;
             // Who was silent comes last, but for its turn after one that is busy; and of those, who was passed over in this stripe.
             let sources = self.replicas_of(block, &progress);
-            let is_new = |source: &&Holding| !progress.passed.contains(&source.node);
-            let is_heard = |source: &&Holding| !self.reading.directory.is_silent(source.node);
-            let comes_first = |source: &&Holding| is_turned || (is_heard(source) && is_new(source));
+            let is_new = |source: &&RemoteFile| !progress.passed.contains(&source.node);
+            let is_heard = |source: &&RemoteFile| !self.reading.directory.is_silent(source.node);
+            let comes_first =
+                |source: &&RemoteFile| is_turned || (is_heard(source) && is_new(source));
             let best = sources.iter().find(comes_first).or_else(|| sources.iter().find(is_new));
             let best = best.or(sources.first()).copied();
             is_turned = false;
             let round = match best {
                 Some(source) => self.replica_round(block, source, &mut progress, target).await,
-                None => self.patch(&[block], &mut progress, target).await,
+                None => self.repair_grains(&[block], &mut progress, target).await,
             };
             if progress.left.start > from {
-                progress.patience = self.reading.patience();
+                progress.patience = self.reading.busy_retry();
             }
             match round {
                 Ok(()) => {}
-                Err(Stop::Fatal(error)) => return Err(error),
-                Err(Stop::Busy { holding, reason }) => {
+                Err(RoundEnd::Fatal(error)) => return Err(error),
+                Err(RoundEnd::Busy { holding, reason }) => {
                     self.wait(&mut progress.patience, &holding, reason).await?;
                     progress.busy = Some(holding.node);
                     is_turned = true;
                 }
-                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
-                Err(Stop::Source { holding, reason, fault }) => {
-                    self.left_out(&holding, &reason, fault);
+                Err(RoundEnd::Slow { holdings }) => {
+                    self.deprioritize(&holdings, &mut progress.passed)
+                }
+                Err(RoundEnd::Source { holding, reason, fault }) => {
+                    self.exclude(&holding, &reason, fault);
                 }
             }
         }
@@ -189,41 +194,41 @@ impl StripeReader {
     }
 
     /// The sources of a block that have the next grain good: those that count first, with little damage, and not busy.
-    fn replicas_of(&self, block: u8, progress: &Progress) -> Vec<Holding> {
+    fn replicas_of(&self, block: u8, progress: &ReadCursor) -> Vec<RemoteFile> {
         let sources = self.way.replicas.get(&block).into_iter().flatten().copied();
-        let is_good = |source: &Holding| self.is_good(source, progress.left.start);
-        let mut sources: Vec<Holding> = sources.filter(is_good).collect();
+        let is_good = |source: &RemoteFile| self.is_good(source, progress.left.start);
+        let mut sources: Vec<RemoteFile> = sources.filter(is_good).collect();
         sources.sort_by_key(|source| {
             (progress.busy == Some(source.node), !source.counts, self.damaged_grains(source))
         });
         sources
     }
 
-    fn bad_file(&self, source: &Holding) -> BadFile {
+    fn bad_file(&self, source: &RemoteFile) -> BadFile {
         (self.info.fixed.stripe, source.node, source.file)
     }
 
     /// Whether nothing is known against a grain of a source.
-    fn is_good(&self, source: &Holding, grain: u64) -> bool {
+    fn is_good(&self, source: &RemoteFile, grain: u64) -> bool {
         !lock(&self.out).contains(source) && !self.reading.is_damaged(self.bad_file(source), grain)
     }
 
-    fn damaged_grains(&self, source: &Holding) -> usize {
+    fn damaged_grains(&self, source: &RemoteFile) -> usize {
         self.reading.damaged_count(self.bad_file(source))
     }
 
     async fn replica_round(
         &self,
         block: u8,
-        source: Holding,
-        progress: &mut Progress,
-        target: &Target,
-    ) -> Result<(), Stop> {
+        source: RemoteFile,
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
         let file = self.open(source, progress).await?;
         match self.read_grains(vec![file], None, &[block], progress, target).await {
-            Err(Stop::Fatal(ReadError::Decoded { .. })) => {
+            Err(RoundEnd::Fatal(ReadError::Decoded { .. })) => {
                 let reason = "its bytes are not what was saved".into();
-                Err(Stop::Source { holding: source, reason, fault: Fault::Rotten })
+                Err(RoundEnd::Source { holding: source, reason, fault: SourceFault::Corrupt })
             }
             done => done,
         }
@@ -233,30 +238,32 @@ impl StripeReader {
         &self,
         blocks: &[u8],
         grains: Range<u64>,
-        target: &Target,
+        target: &ReadTarget,
     ) -> Result<(), ReadError> {
-        let mut progress = self.reading.begin(grains);
+        let mut progress = self.reading.cursor(grains);
         while !progress.left.is_empty() {
             let from = progress.left.start;
             let round = match self.choose_pieces(blocks, &progress) {
                 Some((program, sources)) => {
                     self.pieces_round(blocks, program, &sources, &mut progress, target).await
                 }
-                None => self.patch(blocks, &mut progress, target).await,
+                None => self.repair_grains(blocks, &mut progress, target).await,
             };
             if progress.left.start > from {
-                progress.patience = self.reading.patience();
+                progress.patience = self.reading.busy_retry();
             }
             match round {
                 Ok(()) => {}
-                Err(Stop::Fatal(error)) => return Err(error),
-                Err(Stop::Busy { holding, reason }) => {
+                Err(RoundEnd::Fatal(error)) => return Err(error),
+                Err(RoundEnd::Busy { holding, reason }) => {
                     progress.busy = Some(holding.node);
                     self.wait(&mut progress.patience, &holding, reason).await?;
                 }
-                Err(Stop::Slow { holdings }) => self.passed_over(&holdings, &mut progress.passed),
-                Err(Stop::Source { holding, reason, fault }) => {
-                    self.left_out(&holding, &reason, fault);
+                Err(RoundEnd::Slow { holdings }) => {
+                    self.deprioritize(&holdings, &mut progress.passed)
+                }
+                Err(RoundEnd::Source { holding, reason, fault }) => {
+                    self.exclude(&holding, &reason, fault);
                 }
             }
         }
@@ -267,10 +274,10 @@ impl StripeReader {
     fn choose_pieces(
         &self,
         blocks: &[u8],
-        progress: &Progress,
-    ) -> Option<(Arc<Program>, Vec<Holding>)> {
+        progress: &ReadCursor,
+    ) -> Option<(Arc<Program>, Vec<RemoteFile>)> {
         let coded = self.way.coded.as_ref()?;
-        let mut sources: BTreeMap<usize, Holding> = BTreeMap::new();
+        let mut sources: BTreeMap<usize, RemoteFile> = BTreeMap::new();
         for (&piece, holders) in &coded.pieces {
             let good = holders.iter().find(|source| self.is_good(source, progress.left.start));
             if let Some(source) = good {
@@ -284,7 +291,7 @@ impl StripeReader {
         let is_heard = |piece: &usize| !self.reading.directory.is_silent(node(piece));
         let is_sound = |piece: &usize| {
             let source = &sources[piece];
-            source.counts && self.damaged_grains(source) <= MAX_PATCHES
+            source.counts && self.damaged_grains(source) <= MAX_REPAIRED_GRAINS
         };
         let is_ready = |piece: &usize| {
             is_heard(piece) && !is_busy(piece) && !is_passed(piece) && is_sound(piece)
@@ -311,27 +318,27 @@ impl StripeReader {
         &self,
         blocks: &[u8],
         program: Arc<Program>,
-        sources: &[Holding],
-        progress: &mut Progress,
-        target: &Target,
-    ) -> Result<(), Stop> {
+        sources: &[RemoteFile],
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
         self.prove(&program, sources, blocks, progress.left.clone())?;
         // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
-        let files = all(sources.iter().map(|&source| self.open(source, progress))).await?;
+        let files = open_all(sources.iter().map(|&source| self.open(source, progress))).await?;
         self.read_grains(files, Some(program), blocks, progress, target).await
     }
 
     /// Reads the next grain of each block from wherever it is good: a replica, or pieces.
-    pub(super) async fn patch(
+    pub(super) async fn repair_grains(
         &self,
         blocks: &[u8],
-        progress: &mut Progress,
-        target: &Target,
-    ) -> Result<(), Stop> {
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
         let grain = progress.left.start;
         let left = grain..grain + 1;
-        let (passed, patience) = (progress.passed.clone(), self.reading.patience());
-        let alone = Progress { left, passed, busy: progress.busy, patience };
+        let (passed, patience) = (progress.passed.clone(), self.reading.busy_retry());
+        let alone = ReadCursor { left, passed, busy: progress.busy, patience };
         let mut coded = Vec::new();
         for &block in blocks {
             if self.info.fixed.cut.block_len(block) <= grain * GRAIN_BYTES {
@@ -344,7 +351,7 @@ impl StripeReader {
                     coded.push(block);
                     break;
                 };
-                if self.read_one(&[source], None, &[block], &alone, target).await? {
+                if self.read_grain_elsewhere(&[source], None, &[block], &alone, target).await? {
                     break;
                 }
             }
@@ -354,7 +361,7 @@ impl StripeReader {
                 return Err(ReadError::Lost(self.lost_grain(&coded, grain)).into());
             };
             self.prove(&program, &sources, &coded, alone.left.clone())?;
-            if self.read_one(&sources, Some(program), &coded, &alone, target).await? {
+            if self.read_grain_elsewhere(&sources, Some(program), &coded, &alone, target).await? {
                 break;
             }
         }
@@ -363,17 +370,18 @@ impl StripeReader {
     }
 
     /// Reads the one grain that is left from these sources; `false`: one of them is out, or has it damaged.
-    async fn read_one(
+    async fn read_grain_elsewhere(
         &self,
-        sources: &[Holding],
+        sources: &[RemoteFile],
         program: Option<Arc<Program>>,
         blocks: &[u8],
-        alone: &Progress,
-        target: &Target,
-    ) -> Result<bool, Stop> {
+        alone: &ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<bool, RoundEnd> {
         let grain = alone.left.start;
         let read = async {
-            let mut files = all(sources.iter().map(|&source| self.open(source, alone))).await?;
+            let mut files =
+                open_all(sources.iter().map(|&source| self.open(source, alone))).await?;
             self.grains(&mut files, grain).await
         };
         match read.await {
@@ -382,15 +390,19 @@ impl StripeReader {
                 let work = self.work(inputs, program, blocks, grain, target);
                 match (self.reading.workers.run(work).await?, sources) {
                     (Err(ReadError::Decoded { .. }), [source]) if !is_decoded => {
-                        self.left_out(source, "its bytes are not what was saved", Fault::Rotten);
+                        self.exclude(
+                            source,
+                            "its bytes are not what was saved",
+                            SourceFault::Corrupt,
+                        );
                         Ok(false)
                     }
                     (done, _) => Ok(done.map(|()| true)?),
                 }
             }
             Ok(None) => Ok(false),
-            Err(Stop::Source { holding, reason, fault }) => {
-                self.left_out(&holding, &reason, fault);
+            Err(RoundEnd::Source { holding, reason, fault }) => {
+                self.exclude(&holding, &reason, fault);
                 Ok(false)
             }
             Err(stop) => Err(stop),
@@ -411,7 +423,7 @@ impl StripeReader {
     fn prove(
         &self,
         program: &Program,
-        sources: &[Holding],
+        sources: &[RemoteFile],
         blocks: &[u8],
         grains: Range<u64>,
     ) -> Result<(), ReadError> {
@@ -433,8 +445,8 @@ impl StripeReader {
     /// Waits for a node that is busy, holding nothing.
     async fn wait(
         &self,
-        patience: &mut Patience,
-        holding: &Holding,
+        patience: &mut BusyRetry,
+        holding: &RemoteFile,
         reason: String,
     ) -> Result<(), ReadError> {
         let (stripe, node) = (self.info.fixed.stripe, self.reading.directory.name(holding.node));
@@ -446,7 +458,7 @@ impl StripeReader {
     }
 
     /// Others come first, in this stripe and in the rest of the restore. That is no incident: it may be busy.
-    fn passed_over(&self, slow: &[Holding], passed: &mut BTreeSet<NodeId>) {
+    fn deprioritize(&self, slow: &[RemoteFile], passed: &mut BTreeSet<NodeId>) {
         for node in slow.iter().map(|holding| holding.node) {
             passed.insert(node);
             if self.reading.directory.heard(node, false) {
@@ -457,18 +469,18 @@ impl StripeReader {
     }
 
     /// A grain of a source is damaged: others have it, and the node is told, which looks for itself.
-    pub(super) fn came_damaged(&self, holding: &Holding, grain: u64) {
+    pub(super) fn record_damaged_grain(&self, holding: &RemoteFile, grain: u64) {
         let file = self.bad_file(holding);
-        if !self.reading.grain_came_damaged(file, grain) {
+        if !self.reading.record_damaged_grain(file, grain) {
             lock(&self.out).insert(*holding);
         }
-        self.came_broken(holding, &format!("its grain {grain} is read from elsewhere"));
+        self.record_broken_file(holding, &format!("its grain {grain} is read from elsewhere"));
     }
 
     /// A source is damaged, and used as far as it is good. Its node is told once, and the report says so.
-    pub(super) fn came_broken(&self, holding: &Holding, how: &str) {
+    pub(super) fn record_broken_file(&self, holding: &RemoteFile, how: &str) {
         let is_news = {
-            let mut told = lock(&self.reading.told);
+            let mut told = lock(&self.reading.reported);
             told.len() < MAX_BAD_FILES && told.insert(self.bad_file(holding))
         };
         if is_news {
@@ -477,30 +489,30 @@ impl StripeReader {
             self.reading.note(format!("{file} of stripe {stripe} on {name} is damaged: {how}"));
             // Its node knows of a file that does not count. Two of them that mend from each other would tell each other for ever.
             if holding.counts {
-                self.tell(holding);
+                self.report_to_node(holding);
             }
         }
     }
 
-    fn left_out(&self, holding: &Holding, reason: &str, fault: Fault) {
+    fn exclude(&self, holding: &RemoteFile, reason: &str, fault: SourceFault) {
         lock(&self.out).insert(*holding);
-        if fault == Fault::Silent {
+        if fault == SourceFault::Unresponsive {
             self.reading.directory.heard(holding.node, false);
         }
         let name = self.reading.directory.name(holding.node);
         let stripe = self.info.fixed.stripe;
         self.reading
             .note(format!("{} of stripe {stripe} on {name} is left out: {reason}", holding.file));
-        if fault == Fault::Gone && matches!(holding.file, FileName::Replica { .. }) {
-            let mut leaving = lock(&self.reading.leaving);
+        if fault == SourceFault::Missing && matches!(holding.file, FileName::Replica { .. }) {
+            let mut leaving = lock(&self.reading.replicas_dropping);
             if leaving.len() < MAX_BAD_FILES {
                 leaving.insert(stripe);
             }
         }
         let known = match fault {
-            Fault::Silent => return,
-            Fault::Gone => &self.reading.unreadable,
-            Fault::Rotten => &self.reading.rotten,
+            SourceFault::Unresponsive => return,
+            SourceFault::Missing => &self.reading.unreadable,
+            SourceFault::Corrupt => &self.reading.corrupt,
         };
         let mut known = lock(known);
         if known.len() < MAX_BAD_FILES {
@@ -508,12 +520,12 @@ impl StripeReader {
         }
         drop(known);
         if holding.counts {
-            self.tell(holding);
+            self.report_to_node(holding);
         }
     }
 
     /// The node looks for itself: it notes damage, and takes a file off its list if it is gone. Nobody waits for that.
-    fn tell(&self, holding: &Holding) {
+    fn report_to_node(&self, holding: &RemoteFile) {
         if let Some(to) = self.reading.directory.address(holding.node) {
             let (stripe, file) = (self.info.fixed.stripe, holding.file);
             let caller = self.reading.caller.clone();

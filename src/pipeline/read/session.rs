@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::probe::Held;
-use super::reader::Progress;
+use super::probe::HeldFiles;
+use super::reader::ReadCursor;
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::id::{NodeId, StripeId};
 use crate::net::call::Caller;
-use crate::pipeline::busy_retry::Patience;
+use crate::pipeline::busy_retry::BusyRetry;
 use crate::topology::Directory;
 use crate::workers::Workers;
 
@@ -37,7 +37,7 @@ pub(super) type BadFile = (StripeId, NodeId, FileName);
 pub(super) type DamageOf = BTreeMap<(NodeId, FileName), GrainSet>;
 
 /// What readers of one restore share.
-pub struct Reading {
+pub struct ReadSession {
     /// Calls to nodes.
     pub caller: Arc<Caller>,
     /// Verifying and decoding.
@@ -51,9 +51,9 @@ pub struct Reading {
     /// Grains that are damaged in a file.
     pub(super) damaged: Mutex<BTreeMap<BadFile, GrainSet>>,
     /// Damaged files whose nodes were told.
-    pub(super) told: Mutex<BTreeSet<BadFile>>,
+    pub(super) reported: Mutex<BTreeSet<BadFile>>,
     /// Files that are not what they should be, whatever their nodes say: no further way leads over them.
-    pub(super) rotten: Mutex<BTreeSet<BadFile>>,
+    pub(super) corrupt: Mutex<BTreeSet<BadFile>>,
     /// Files that their nodes list and do not give: a way over others comes first, however slow their nodes are.
     pub(super) unreadable: Mutex<BTreeSet<BadFile>>,
     /// Nodes that gave no answer though they were waited for, and when that was.
@@ -62,14 +62,14 @@ pub struct Reading {
     pub(super) grain_wait_us: AtomicU64,
     /// Stripes of which a replica was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
     /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
-    pub(super) leaving: Mutex<BTreeSet<StripeId>>,
+    pub(super) replicas_dropping: Mutex<BTreeSet<StripeId>>,
 }
 
 pub(super) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Reading {
+impl ReadSession {
     /// A restore over these nodes that has met nothing yet, but for `incidents`.
     pub fn new(
         caller: Arc<Caller>,
@@ -85,26 +85,26 @@ impl Reading {
             directory,
             incidents: Mutex::new(incidents),
             damaged: Mutex::default(),
-            told: Mutex::default(),
-            rotten: Mutex::default(),
+            reported: Mutex::default(),
+            corrupt: Mutex::default(),
             unreadable: Mutex::default(),
             unreached: Mutex::default(),
             grain_wait_us: AtomicU64::new(0),
-            leaving: Mutex::default(),
+            replicas_dropping: Mutex::default(),
         })
     }
 
-    pub(super) fn begin(&self, left: Range<u64>) -> Progress {
-        Progress { left, passed: BTreeSet::new(), busy: None, patience: self.patience() }
+    pub(super) fn cursor(&self, left: Range<u64>) -> ReadCursor {
+        ReadCursor { left, passed: BTreeSet::new(), busy: None, patience: self.busy_retry() }
     }
 
     /// For one that waits for a busy node.
-    pub fn patience(&self) -> Patience {
-        Patience::new(self.caller.clock().clone(), self.entropy.clone())
+    pub fn busy_retry(&self) -> BusyRetry {
+        BusyRetry::new(self.caller.clock().clone(), self.entropy.clone())
     }
 
-    pub(super) fn is_rotten(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
-        lock(&self.rotten).contains(&(stripe, node, file))
+    pub(super) fn is_corrupt(&self, stripe: StripeId, node: NodeId, file: FileName) -> bool {
+        lock(&self.corrupt).contains(&(stripe, node, file))
     }
 
     /// Adds the damaged grains that a node lists of a file to those that came damaged: it may not have looked yet.
@@ -118,7 +118,7 @@ impl Reading {
     }
 
     /// Notes that a grain came damaged; `false` when no more can be remembered.
-    pub(super) fn grain_came_damaged(&self, file: BadFile, grain: u64) -> bool {
+    pub(super) fn record_damaged_grain(&self, file: BadFile, grain: u64) -> bool {
         let mut damaged = lock(&self.damaged);
         let has_room = damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES;
         if has_room {
@@ -144,12 +144,12 @@ impl Reading {
         lock(&self.damaged).get(&file).map_or(0, GrainSet::len)
     }
 
-    pub(super) fn is_leaving(&self, stripe: StripeId) -> bool {
-        lock(&self.leaving).contains(&stripe)
+    pub(super) fn is_dropping(&self, stripe: StripeId) -> bool {
+        lock(&self.replicas_dropping).contains(&stripe)
     }
 
     /// What of `held` has not failed to be read.
-    pub(super) fn readable(&self, stripe: StripeId, held: &Held) -> Held {
+    pub(super) fn readable(&self, stripe: StripeId, held: &HeldFiles) -> HeldFiles {
         let unreadable = lock(&self.unreadable);
         let is_good = |node, file| !unreadable.contains(&(stripe, node, file));
         let mut good = held.clone();
@@ -168,14 +168,14 @@ impl Reading {
     }
 
     /// The time for a grain that makes no source slow.
-    pub(super) fn pace(&self) -> Duration {
+    pub(super) fn slow_threshold(&self) -> Duration {
         let mean = Duration::from_micros(self.grain_wait_us.load(Ordering::Relaxed));
         SLOW_PACE.max(mean * SLOW_FACTOR)
     }
 
     /// A grain was waited for so long. One that is much later than the others hardly counts, or a slow source would excuse itself.
     /// Approximate: two at once may count as one.
-    pub(super) fn waited(&self, took: Duration) {
+    pub(super) fn record_wait(&self, took: Duration) {
         let took = took.as_micros() as u64;
         let mean = match self.grain_wait_us.load(Ordering::Relaxed) {
             // It is not known yet whether the first is one of the slow.
@@ -188,17 +188,17 @@ impl Reading {
         self.grain_wait_us.store(mean, Ordering::Relaxed);
     }
 
-    pub(super) fn may_answer(&self, node: NodeId) -> bool {
+    pub(super) fn is_in_backoff(&self, node: NodeId) -> bool {
         let unreached = lock(&self.unreached);
         let now = self.caller.clock().now();
         unreached.get(&node).is_none_or(|since| now.saturating_sub(*since) > UNREACHED_LIMIT)
     }
 
-    pub(super) fn gave_no_answer(&self, node: NodeId) {
+    pub(super) fn record_timeout(&self, node: NodeId) {
         lock(&self.unreached).insert(node, self.caller.clock().now());
     }
 
-    pub(super) fn answered(&self, node: NodeId) {
+    pub(super) fn record_answer(&self, node: NodeId) {
         lock(&self.unreached).remove(&node);
     }
 }

@@ -8,20 +8,20 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
 use super::ReadError;
-use super::reader::{Progress, StripeReader};
-use super::sources::Holding;
+use super::reader::{ReadCursor, StripeReader};
+use super::sources::RemoteFile;
 use crate::clock::{Elapsed, deadline};
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
 use crate::gf::Fingerprint;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Exchange, address};
 use crate::net::{Address, NetError};
 use crate::units::GRAIN_BYTES;
-use crate::wire::calls::{Read, ReadAnswer, ReadSource};
+use crate::wire::calls::{ReadFile, ReadFileAnswer, ReadSource};
 
 /// A source that gives nothing for so long, or has come to be so far behind the pace of the others
-/// ([`Reading::pace`](super::Reading::pace)), is passed over, for others that may do without it.
+/// ([`Reading::pace`](super::ReadSession::slow_threshold)), is passed over, for others that may do without it.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
 /// The same for the answer to an open.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
@@ -32,16 +32,16 @@ const OPEN_LIMIT: Duration = Duration::from_secs(12);
 
 /// One open file, read grain by grain. A block past the shard's end has none, and is all zero.
 pub(super) struct OpenFile {
-    holding: Holding,
+    holding: RemoteFile,
     /// Its node was passed over before: it is waited for as long as it has to be.
     is_patient: bool,
     /// How far it is behind the pace. `None`: it was known as slow when it was opened, and is needed all the same.
     behind: Option<Duration>,
-    open: Option<(Exchange, Proof)>,
+    open: Option<(Exchange, GrainProof)>,
 }
 
 /// What a grain of a file has to agree with.
-enum Proof {
+enum GrainProof {
     /// The hashes of the file, under the root that it must have.
     Table(GrainTree),
     /// The fingerprints of the record: there is no table.
@@ -49,20 +49,20 @@ enum Proof {
 }
 
 /// Why a round of reading ended: a source is out, or it is over for good.
-pub(super) enum Stop {
+pub(super) enum RoundEnd {
     /// A source is out.
     Source {
-        holding: Holding,
+        holding: RemoteFile,
         reason: String,
-        fault: Fault,
+        fault: SourceFault,
     },
     /// Sources are late; others come first from now on.
     Slow {
-        holdings: Vec<Holding>,
+        holdings: Vec<RemoteFile>,
     },
     /// A source's node has no memory for a reader now.
     Busy {
-        holding: Holding,
+        holding: RemoteFile,
         reason: String,
     },
     Fatal(ReadError),
@@ -70,37 +70,37 @@ pub(super) enum Stop {
 
 /// What is wrong with a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum SourceFault {
     /// Its node does not have it any more, or cannot read it.
-    Gone,
+    Missing,
     /// Its node does not answer.
-    Silent,
+    Unresponsive,
     /// Its bytes are not what they should be.
-    Rotten,
+    Corrupt,
 }
 
-impl<E: Into<ReadError>> From<E> for Stop {
+impl<E: Into<ReadError>> From<E> for RoundEnd {
     fn from(error: E) -> Self {
-        Stop::Fatal(error.into())
+        RoundEnd::Fatal(error.into())
     }
 }
 
 /// What all of them give, in order. A failure ends it at once; those that are slow are, and all together, when the others are done.
-pub(super) async fn all<T>(
-    reads: impl IntoIterator<Item = impl Future<Output = Result<T, Stop>>>,
-) -> Result<Vec<T>, Stop> {
+pub(super) async fn open_all<T>(
+    reads: impl IntoIterator<Item = impl Future<Output = Result<T, RoundEnd>>>,
+) -> Result<Vec<T>, RoundEnd> {
     let numbered = reads.into_iter().enumerate().map(|(at, read)| async move { (at, read.await) });
     let mut running: FuturesUnordered<_> = numbered.collect();
     let (mut done, mut slow) = (Vec::with_capacity(running.len()), Vec::new());
     while let Some((at, result)) = running.next().await {
         match result {
             Ok(value) => done.push((at, value)),
-            Err(Stop::Slow { holdings }) => slow.extend(holdings),
+            Err(RoundEnd::Slow { holdings }) => slow.extend(holdings),
             Err(stop) => return Err(stop),
         }
     }
     if !slow.is_empty() {
-        return Err(Stop::Slow { holdings: slow });
+        return Err(RoundEnd::Slow { holdings: slow });
     }
     done.sort_unstable_by_key(|(at, _)| *at);
     Ok(done.into_iter().map(|(_, value)| value).collect())
@@ -108,7 +108,7 @@ pub(super) async fn all<T>(
 
 impl StripeReader {
     /// Data bytes of a source's file.
-    fn file_len(&self, source: Holding) -> u64 {
+    fn file_len(&self, source: RemoteFile) -> u64 {
         match source.file {
             FileName::Replica { block } => self.info.fixed.cut.block_len(block),
             FileName::Piece { .. } => self.info.fixed.cut.block_bytes,
@@ -118,21 +118,22 @@ impl StripeReader {
     /// Opens a source for what is left to read.
     ///
     /// # Errors
-    /// [`Stop::Source`] when its node does not give it, or it is another file.
+    /// [`RoundEnd::Source`] when its node does not give it, or it is another file.
     pub(super) async fn open(
         &self,
-        holding: Holding,
-        progress: &Progress,
-    ) -> Result<OpenFile, Stop> {
+        holding: RemoteFile,
+        progress: &ReadCursor,
+    ) -> Result<OpenFile, RoundEnd> {
         let (len, grains) = (self.file_len(holding), &progress.left);
         let is_patient = progress.passed.contains(&holding.node);
         let behind = (!self.reading.directory.is_silent(holding.node)).then_some(Duration::ZERO);
         if len == 0 {
             return Ok(OpenFile { holding, is_patient, behind, open: None });
         }
-        let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
+        let stop = |reason: String, fault| RoundEnd::Source { holding, reason, fault };
         let to = self.reading.directory.address(holding.node);
-        let to = address(&to.ok_or_else(|| stop("it is not registered".into(), Fault::Gone))?);
+        let to =
+            address(&to.ok_or_else(|| stop("it is not registered".into(), SourceFault::Missing))?);
         let from = (grains.start * GRAIN_BYTES).min(len);
         let end = (grains.end * GRAIN_BYTES).min(len);
         let span = (from, end - from);
@@ -140,32 +141,34 @@ impl StripeReader {
         let opened = self.ask_for(&to, holding.file, holding.counts, span, limit).await;
         let opened = match opened {
             // Its node has found damage since it was asked, or finds it now.
-            Ok(Err(error)) if error.kind() == Kind::Corrupt && holding.counts => {
-                self.came_broken(&holding, &error.to_string());
+            Ok(Err(error)) if error.kind() == ErrorKind::Corrupt && holding.counts => {
+                self.record_broken_file(&holding, &error.to_string());
                 self.ask_for(&to, holding.file, false, span, limit).await
             }
             opened => opened,
         };
         let (exchange, answer) = match opened {
             Ok(Ok(opened)) => opened,
-            Ok(Err(error)) if error.kind() == Kind::Busy => {
-                return Err(Stop::Busy { holding, reason: error.to_string() });
+            Ok(Err(error)) if error.kind() == ErrorKind::Busy => {
+                return Err(RoundEnd::Busy { holding, reason: error.to_string() });
             }
             Ok(Err(error)) => {
                 let fault = match error.kind() {
-                    Kind::Corrupt => Fault::Rotten,
-                    _ if error.is_unanswered() => Fault::Silent,
-                    _ => Fault::Gone,
+                    ErrorKind::Corrupt => SourceFault::Corrupt,
+                    _ if error.is_unanswered() => SourceFault::Unresponsive,
+                    _ => SourceFault::Missing,
                 };
                 return Err(stop(error.to_string(), fault));
             }
-            Err(late) if is_patient => return Err(stop(late.to_string(), Fault::Silent)),
-            Err(_) => return Err(Stop::Slow { holdings: vec![holding] }),
+            Err(late) if is_patient => {
+                return Err(stop(late.to_string(), SourceFault::Unresponsive));
+            }
+            Err(_) => return Err(RoundEnd::Slow { holdings: vec![holding] }),
         };
         let proof = match self.table(holding, len, answer) {
-            Ok(Some(table)) => Proof::Table(table),
+            Ok(Some(table)) => GrainProof::Table(table),
             Ok(None) => self.proof_without_table(holding, len, progress).await,
-            Err(reason) => return Err(stop(reason, Fault::Rotten)),
+            Err(reason) => return Err(stop(reason, SourceFault::Corrupt)),
         };
         Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })
     }
@@ -178,19 +181,21 @@ impl StripeReader {
         counts: bool,
         (from, len_bytes): (u64, u64),
         limit: Duration,
-    ) -> Result<Result<(Exchange, ReadAnswer), CallError>, Elapsed> {
+    ) -> Result<Result<(Exchange, ReadFileAnswer), CallError>, Elapsed> {
         let (stripe, hashes) = (self.info.fixed.stripe, true);
         let clock = &**self.reading.caller.clock();
         let work = async {
             let caller = &self.reading.caller;
             let mut exchange = match counts {
-                true => caller.open(to, &Read { stripe, file, from, len_bytes, hashes }).await?,
+                true => {
+                    caller.open(to, &ReadFile { stripe, file, from, len_bytes, hashes }).await?
+                }
                 false => {
                     caller.open(to, &ReadSource { stripe, file, from, len_bytes, hashes }).await?
                 }
             };
             exchange.finish().await?;
-            let answer: ReadAnswer = exchange.answer().await?;
+            let answer: ReadFileAnswer = exchange.answer().await?;
             Ok::<_, CallError>((exchange, answer))
         };
         deadline(clock, limit, work).await
@@ -199,9 +204,9 @@ impl StripeReader {
     /// The table of an answer, if it is that of the file which is wanted; `None` when the file has none.
     fn table(
         &self,
-        holding: Holding,
+        holding: RemoteFile,
         len: u64,
-        answer: ReadAnswer,
+        answer: ReadFileAnswer,
     ) -> Result<Option<GrainTree>, String> {
         if answer.hashes.is_empty() && answer.len_bytes == 0 {
             return Ok(None);
@@ -215,8 +220,13 @@ impl StripeReader {
     }
 
     /// The table of another replica of the same block; without one the fingerprints have to do.
-    async fn proof_without_table(&self, holding: Holding, len: u64, progress: &Progress) -> Proof {
-        let FileName::Replica { block } = holding.file else { return Proof::Fingerprints };
+    async fn proof_without_table(
+        &self,
+        holding: RemoteFile,
+        len: u64,
+        progress: &ReadCursor,
+    ) -> GrainProof {
+        let FileName::Replica { block } = holding.file else { return GrainProof::Fingerprints };
         for other in self.way.replicas.get(&block).into_iter().flatten() {
             if other.node == holding.node || progress.passed.contains(&other.node) {
                 continue;
@@ -227,10 +237,10 @@ impl StripeReader {
             if let Ok(Ok((_, answer))) = asked
                 && let Ok(Some(table)) = self.table(*other, len, answer)
             {
-                return Proof::Table(table);
+                return GrainProof::Table(table);
             }
         }
-        Proof::Fingerprints
+        GrainProof::Fingerprints
     }
 
     /// Whether a grain of a file without a table is what the record's fingerprints say.
@@ -253,9 +263,9 @@ impl StripeReader {
         &self,
         file: &mut OpenFile,
         grain: u64,
-    ) -> Result<Option<Bytes>, Stop> {
+    ) -> Result<Option<Bytes>, RoundEnd> {
         let OpenFile { holding, is_patient, .. } = *file;
-        let stop = |reason: String, fault| Stop::Source { holding, reason, fault };
+        let stop = |reason: String, fault| RoundEnd::Source { holding, reason, fault };
         let left = self.file_len(holding).saturating_sub(grain * GRAIN_BYTES);
         let want = left.min(GRAIN_BYTES) as usize;
         let Some((exchange, proof)) = file.open.as_mut().filter(|_| want > 0) else {
@@ -263,7 +273,7 @@ impl StripeReader {
         };
         let clock = &**self.reading.caller.clock();
         let began = clock.now();
-        let pace = self.reading.pace();
+        let pace = self.reading.slow_threshold();
         let limit = match file.behind {
             _ if is_patient => STALL_LIMIT,
             Some(behind) => SLOW_LIMIT + pace - behind,
@@ -271,28 +281,28 @@ impl StripeReader {
         };
         let read = deadline(clock, limit, exchange.recv.read_exact(want)).await;
         let took = clock.now() - began;
-        self.reading.waited(took);
+        self.reading.record_wait(took);
         if let Some(behind) = &mut file.behind {
             // Only while it is waited for: a source is not slow because its reader is.
             *behind = (*behind + took).saturating_sub(pace).min(SLOW_LIMIT);
         }
         let read = read.map_err(|late| match is_patient {
-            true => stop(late.to_string(), Fault::Silent),
-            false => Stop::Slow { holdings: vec![holding] },
+            true => stop(late.to_string(), SourceFault::Unresponsive),
+            false => RoundEnd::Slow { holdings: vec![holding] },
         })?;
         let bytes = read.map_err(|error| match error {
             // Its disk failed, and not its node.
-            NetError::Reset { .. } if error.kind() == Kind::Io => {
-                stop("it cannot be read there".into(), Fault::Gone)
+            NetError::Reset { .. } if error.kind() == ErrorKind::Io => {
+                stop("it cannot be read there".into(), SourceFault::Missing)
             }
-            error => stop(error.to_string(), Fault::Silent),
+            error => stop(error.to_string(), SourceFault::Unresponsive),
         })?;
         let is_good = match proof {
-            Proof::Table(tree) => tree.verify_grain(grain, &bytes),
-            Proof::Fingerprints => self.is_as_saved(holding.file, grain, &bytes),
+            GrainProof::Table(tree) => tree.verify_grain(grain, &bytes),
+            GrainProof::Fingerprints => self.is_as_saved(holding.file, grain, &bytes),
         };
         if !is_good {
-            self.came_damaged(&holding, grain);
+            self.record_damaged_grain(&holding, grain);
         }
         Ok(is_good.then_some(bytes))
     }
@@ -302,7 +312,7 @@ impl StripeReader {
         &self,
         files: &mut [OpenFile],
         grain: u64,
-    ) -> Result<Option<Vec<Bytes>>, Stop> {
+    ) -> Result<Option<Vec<Bytes>>, RoundEnd> {
         let padded = self.info.fixed.cut.grain_len(grain) as usize;
         let reads = files.iter_mut().map(|file| async move {
             let Some(bytes) = self.grain(file, grain).await? else { return Ok(None) };
@@ -311,8 +321,8 @@ impl StripeReader {
             }
             let mut whole = bytes.to_vec();
             whole.resize(padded, 0);
-            Ok::<Option<Bytes>, Stop>(Some(whole.into()))
+            Ok::<Option<Bytes>, RoundEnd>(Some(whole.into()))
         });
-        Ok(all(reads).await?.into_iter().collect())
+        Ok(open_all(reads).await?.into_iter().collect())
     }
 }

@@ -5,9 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::probe::{Found, Held};
+use super::probe::{FoundFile, HeldFiles};
 use super::session::DamageOf;
-use super::{ReadError, Reading};
+use super::{ReadError, ReadSession};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
@@ -21,7 +21,7 @@ const MAX_MISSING: usize = 64;
 
 /// A file on a node that a stripe is read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Holding {
+pub(super) struct RemoteFile {
     /// Who has it.
     pub node: NodeId,
     /// Which file.
@@ -38,14 +38,14 @@ pub(super) struct Coded {
     pub code: Code,
     pub attempt: Attempt,
     /// For each piece its holders, those that count first.
-    pub pieces: BTreeMap<usize, Vec<Holding>>,
+    pub pieces: BTreeMap<usize, Vec<RemoteFile>>,
 }
 
 /// The sources of a stripe.
 #[derive(Debug, Clone)]
-pub(super) struct Way {
+pub(super) struct SourceSet {
     /// For each wanted block the holders of its replicas, those that count first.
-    pub replicas: BTreeMap<u8, Vec<Holding>>,
+    pub replicas: BTreeMap<u8, Vec<RemoteFile>>,
     /// The pieces, if the stripe is archived.
     pub coded: Option<Coded>,
     /// Whether it is decoded from pieces, but for single grains.
@@ -79,7 +79,7 @@ impl std::fmt::Display for Lost {
 }
 
 /// What is wanted of a stripe, and what the records say of it.
-pub(super) struct Wanted<'a> {
+pub(super) struct ReadRequest<'a> {
     pub root: &'a ShardRoot,
     pub info: &'a StripeInfo,
     pub state: StripeState,
@@ -91,36 +91,36 @@ pub(super) struct Wanted<'a> {
     pub is_leaving: bool,
 }
 
-impl Wanted<'_> {
+impl ReadRequest<'_> {
     /// The way to read it with what the nodes hold, if every grain can be read but for those that are damaged.
-    pub(super) fn find_way(
+    pub(super) fn find_sources(
         &self,
         damage: &DamageOf,
-        held: &Held,
-    ) -> Result<Option<Way>, ReadError> {
+        held: &HeldFiles,
+    ) -> Result<Option<SourceSet>, ReadError> {
         let replicas = self.replicas(held);
         let coded = self.coded(held)?;
-        let counts = |holders: &[Holding]| holders.iter().any(|holding| holding.counts);
-        let has_all = |is_fit: &dyn Fn(&[Holding]) -> bool| {
-            let is_fit = |(block, holders): (&u8, &Vec<Holding>)| {
+        let counts = |holders: &[RemoteFile]| holders.iter().any(|holding| holding.counts);
+        let has_all = |is_fit: &dyn Fn(&[RemoteFile]) -> bool| {
+            let is_fit = |(block, holders): (&u8, &Vec<RemoteFile>)| {
                 self.info.fixed.cut.block_len(*block) == 0 || is_fit(holders)
             };
             replicas.iter().all(is_fit)
         };
-        let spans = |is_fit: &dyn Fn(&[Holding]) -> bool| {
+        let spans = |is_fit: &dyn Fn(&[RemoteFile]) -> bool| {
             coded.as_ref().is_some_and(|coded| {
                 let fit = coded.pieces.iter().filter(|(_, holders)| is_fit(holders));
                 let fit: Vec<usize> = fit.map(|(piece, _)| *piece).collect();
                 reconstruct(&coded.code, &fit, &self.numbers()).is_ok()
             })
         };
-        let any = |holders: &[Holding]| !holders.is_empty();
+        let any = |holders: &[RemoteFile]| !holders.is_empty();
         let by_pieces = if has_all(&counts) && !(self.is_leaving && spans(&counts)) {
             false
         } else {
             spans(&counts) || (!has_all(&any) && spans(&any))
         };
-        let way = Way { replicas, coded, by_pieces };
+        let way = SourceSet { replicas, coded, by_pieces };
         // One block may have replicas only and another one only pieces, and so may their grains.
         let first = self.grains.start;
         let is_there = self.unreadable_at(&DamageOf::new(), &way, first).is_empty();
@@ -140,8 +140,8 @@ impl Wanted<'_> {
     }
 
     /// The wanted blocks whose grain of this number has no good source.
-    fn unreadable_at(&self, damage: &DamageOf, way: &Way, grain: u64) -> Vec<u8> {
-        let is_good = |holding: &Holding| {
+    fn unreadable_at(&self, damage: &DamageOf, way: &SourceSet, grain: u64) -> Vec<u8> {
+        let is_good = |holding: &RemoteFile| {
             let damaged = damage.get(&(holding.node, holding.file));
             !damaged.is_some_and(|grains| grains.contains(grain))
         };
@@ -158,16 +158,16 @@ impl Wanted<'_> {
     }
 
     /// The replicas of each wanted block.
-    fn replicas(&self, held: &Held) -> BTreeMap<u8, Vec<Holding>> {
+    fn replicas(&self, held: &HeldFiles) -> BTreeMap<u8, Vec<RemoteFile>> {
         let of = |&block: &u8| (block, replicas_of(self.info, block, held));
-        let mut replicas: BTreeMap<u8, Vec<Holding>> = self.blocks.iter().map(of).collect();
+        let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = self.blocks.iter().map(of).collect();
         spread(&mut replicas);
         replicas
     }
 
     /// The pieces of the attempt that counts.
-    fn coded(&self, held: &Held) -> Result<Option<Coded>, ReadError> {
-        let &Wanted { root, info, state, receipt, .. } = self;
+    fn coded(&self, held: &HeldFiles) -> Result<Option<Coded>, ReadError> {
+        let &ReadRequest { root, info, state, receipt, .. } = self;
         let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
         let unknown =
             || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
@@ -186,12 +186,12 @@ impl Wanted<'_> {
     }
 
     /// What it needs and what is missing, when there is no way.
-    pub(super) fn explain(&self, reading: &Reading, held: &Held) -> Lost {
-        let &Wanted { root, info, state, receipt, blocks, .. } = self;
+    pub(super) fn explain(&self, reading: &ReadSession, held: &HeldFiles) -> Lost {
+        let &ReadRequest { root, info, state, receipt, blocks, .. } = self;
         let directory = &reading.directory;
         let (n, k) = (usize::from(root.n), usize::from(root.k));
         let gone = |node: NodeId, file| match held.contains_key(&node) {
-            true if reading.is_rotten(info.fixed.stripe, node, file) => "has a damaged copy",
+            true if reading.is_corrupt(info.fixed.stripe, node, file) => "has a damaged copy",
             true => "has it no more",
             false => "is not reached",
         };
@@ -206,7 +206,7 @@ impl Wanted<'_> {
                         PieceForm::Replica { block } => FileName::Replica { block },
                     };
                     let files = held.get(&piece.node);
-                    let is_it = |found: &Found| {
+                    let is_it = |found: &FoundFile| {
                         found.file == file
                             && found.content.is_none_or(|(_, root)| root == piece.root)
                     };
@@ -246,7 +246,7 @@ impl Wanted<'_> {
             }
         };
         if let Ok(coded) = self.coded(held) {
-            let way = Way { replicas: self.replicas(held), coded, by_pieces: false };
+            let way = SourceSet { replicas: self.replicas(held), coded, by_pieces: false };
             let damage = reading.damage_of(info.fixed.stripe);
             for grain in self.damaged_grains(&damage) {
                 for block in self.unreadable_at(&damage, &way, grain) {
@@ -261,13 +261,13 @@ impl Wanted<'_> {
 
 /// Puts first of each block's holders the one that is first for the fewest blocks so far: blocks are read at once, and two from one
 /// node take twice as long. Only those that count come first.
-fn spread(replicas: &mut BTreeMap<u8, Vec<Holding>>) {
+fn spread(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
     for holders in replicas.values_mut() {
-        let load = |holding: &Holding| firsts.get(&holding.node).copied().unwrap_or(0);
+        let load = |holding: &RemoteFile| firsts.get(&holding.node).copied().unwrap_or(0);
         let counting = holders.iter().enumerate().filter(|(_, holding)| holding.counts);
         let least = counting.min_by_key(|(at, holding)| (load(holding), *at));
-        if let Some((at, &Holding { node, .. })) = least {
+        if let Some((at, &RemoteFile { node, .. })) = least {
             holders[..=at].rotate_right(1);
             *firsts.entry(node).or_default() += 1;
         }
@@ -275,19 +275,19 @@ fn spread(replicas: &mut BTreeMap<u8, Vec<Holding>>) {
 }
 
 /// Replicas of a block, those that count first, and spread: which holder comes first depends on the block.
-fn replicas_of(info: &StripeInfo, block: u8, held: &Held) -> Vec<Holding> {
+fn replicas_of(info: &StripeInfo, block: u8, held: &HeldFiles) -> Vec<RemoteFile> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
     let (file, expected) = (FileName::Replica { block }, (expected.len_bytes, expected.root));
-    let found = |files: &[Found]| {
+    let found = |files: &[FoundFile]| {
         files.iter().copied().find(|found| {
             found.file == file && found.content.is_none_or(|content| content == expected)
         })
     };
-    let holding = |(&node, files): (&NodeId, &Vec<Found>)| {
+    let holding = |(&node, files): (&NodeId, &Vec<FoundFile>)| {
         let counts = found(files)?.counts;
-        Some(Holding { node, file, root: Some(expected.1), counts })
+        Some(RemoteFile { node, file, root: Some(expected.1), counts })
     };
-    let mut holders: Vec<Holding> = held.iter().filter_map(holding).collect();
+    let mut holders: Vec<RemoteFile> = held.iter().filter_map(holding).collect();
     if holders.len() > 1 {
         let turn = (usize::from(block) + info.fixed.stripe.index as usize) % holders.len();
         holders.rotate_left(turn);
@@ -301,9 +301,9 @@ fn pieces_of(
     attempt: Attempt,
     code: &Code,
     receipt: Option<&Receipt>,
-    held: &Held,
-) -> BTreeMap<usize, Vec<Holding>> {
-    let mut pieces: BTreeMap<usize, Vec<Holding>> = BTreeMap::new();
+    held: &HeldFiles,
+) -> BTreeMap<usize, Vec<RemoteFile>> {
+    let mut pieces: BTreeMap<usize, Vec<RemoteFile>> = BTreeMap::new();
     for (&node, files) in held {
         for found in files {
             let found_root = found.content.map(|(_, root)| root);
@@ -323,7 +323,7 @@ fn pieces_of(
                 _ => continue,
             };
             if piece < code.n() && (found_root.is_none() || found_root == root) {
-                let holding = Holding { node, file: found.file, root, counts: found.counts };
+                let holding = RemoteFile { node, file: found.file, root, counts: found.counts };
                 pieces.entry(piece).or_default().push(holding);
             }
         }
@@ -336,7 +336,7 @@ fn pieces_of(
                 let root = Some(*blake3::hash(&[]).as_bytes());
                 let holders = pieces.entry(block.into()).or_default();
                 if holders.is_empty() {
-                    holders.push(Holding { node, file, root, counts: true });
+                    holders.push(RemoteFile { node, file, root, counts: true });
                 }
             }
         }
@@ -360,17 +360,17 @@ mod tests {
             let (n, k) = (code.n(), code.k());
             let layout = Layout::new(n, k).unwrap();
             let of = |block: usize| {
-                let holding = |node: usize| Holding {
+                let holding = |node: usize| RemoteFile {
                     node: NodeId(node as u64),
                     file: FileName::Replica { block: block as u8 },
                     root: None,
                     counts: true,
                 };
-                let mut holders: Vec<Holding> = layout.holders(block).map(holding).collect();
+                let mut holders: Vec<RemoteFile> = layout.holders(block).map(holding).collect();
                 holders.rotate_left(block % 2);
                 (block as u8, holders)
             };
-            let mut replicas: BTreeMap<u8, Vec<Holding>> = (0..k).map(of).collect();
+            let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = (0..k).map(of).collect();
             let before: Vec<usize> = replicas.values().map(Vec::len).collect();
             spread(&mut replicas);
             let firsts: std::collections::BTreeSet<NodeId> =
@@ -392,8 +392,8 @@ mod tests {
         let code = table::find(6, 4).unwrap().id();
         let generation = Generation::default();
         let archived = StripeState::Archived { attempt, code, generation, dropped: false };
-        let view = |file| Found { file, content: Some((GRAIN_BYTES, [7; 32])), counts: true };
-        let held = |pieces| -> Held {
+        let view = |file| FoundFile { file, content: Some((GRAIN_BYTES, [7; 32])), counts: true };
+        let held = |pieces| -> HeldFiles {
             let on = |node: u8| {
                 let mut files = vec![view(FileName::Replica { block: node % 4 })];
                 files.extend(
@@ -406,8 +406,8 @@ mod tests {
         let way = |state, is_leaving, pieces| {
             let blocks = &[0, 1, 2, 3];
             let (root, info, receipt, grains) = (&root, &info, None, 0..1);
-            let wanted = Wanted { root, info, state, receipt, blocks, grains, is_leaving };
-            wanted.find_way(&DamageOf::new(), &held(pieces)).unwrap().unwrap()
+            let wanted = ReadRequest { root, info, state, receipt, blocks, grains, is_leaving };
+            wanted.find_sources(&DamageOf::new(), &held(pieces)).unwrap().unwrap()
         };
         assert!(!way(archived, false, 6).by_pieces);
         assert!(way(archived, true, 6).by_pieces);

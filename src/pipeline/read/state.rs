@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::Reading;
-use super::probe::{Files, Held, INSPECT_LIMIT, PATIENT_LIMIT, inspect_all};
+use super::ReadSession;
+use super::probe::{HeldFiles, LONG_PROBE_LIMIT, PROBE_LIMIT, WantedFiles, probe_nodes};
 use super::session::DamageOf;
 use crate::format::file::FileName;
 use crate::format::records::{ShardRoot, StripeState};
@@ -17,8 +17,8 @@ const ATTEMPTS_ASKED: usize = 4;
 /// How stripe `index` of a committed shard can be read: by the replicas when all are there, otherwise by the attempt of which the most
 /// pieces are there and a node has the receipt. A receipt exists only when all n pieces were proven, so it does not matter whether the
 /// catalogue had come to know of it. Nodes that are silent are asked too when `is_patient`.
-pub async fn state_on_nodes(
-    reading: &Arc<Reading>,
+pub async fn find_stripe_state(
+    reading: &Arc<ReadSession>,
     root: &ShardRoot,
     index: u32,
     is_patient: bool,
@@ -31,31 +31,31 @@ pub async fn state_on_nodes(
     let blocks: BTreeSet<u8> = (0..root.k)
         .filter(|&block| cut.as_ref().is_some_and(|cut| cut.block_len(block) > 0))
         .collect();
-    let limit = if is_patient { PATIENT_LIMIT } else { INSPECT_LIMIT };
-    let mut held = Held::new();
+    let limit = if is_patient { LONG_PROBE_LIMIT } else { PROBE_LIMIT };
+    let mut held = HeldFiles::new();
     // Lists of replicas that are going are no evidence: then a receipt comes first.
-    let is_leaving = reading.is_leaving(stripe);
-    let is_whole = |held: &Held| {
+    let is_leaving = reading.is_dropping(stripe);
+    let is_whole = |held: &HeldFiles| {
         // Replicas that are known to be damaged say nothing against pieces.
         let damage = reading.damage_of(stripe);
         !is_leaving && blocks.is_subset(&replicas(held, &damage))
     };
-    let counting = (stripe, Files::Counting);
-    inspect_all(reading, counting, &nodes, limit, &mut held, is_whole).await;
+    let counting = (stripe, WantedFiles::Counting);
+    probe_nodes(reading, counting, &nodes, limit, &mut held, is_whole).await;
     if is_whole(&held) {
         return StripeState::Replicated;
     }
-    for files in [Files::Counting, Files::Sources] {
-        if files == Files::Sources {
+    for files in [WantedFiles::Counting, WantedFiles::Sources] {
+        if files == WantedFiles::Sources {
             // Those that are left may be damaged, all or some.
-            inspect_all(reading, (stripe, files), &nodes, limit, &mut held, |_| false).await;
+            probe_nodes(reading, (stripe, files), &nodes, limit, &mut held, |_| false).await;
         }
         let mut attempts: Vec<(Attempt, BTreeSet<u8>)> = pieces(&held).into_iter().collect();
         attempts.sort_by_key(|(_, pieces)| std::cmp::Reverse(pieces.len()));
         for (attempt, _) in attempts.into_iter().take(ATTEMPTS_ASKED) {
             let (caller, directory) = (&reading.caller, &reading.directory);
             let found =
-                shard_records::receipt(caller, directory, root, (index, &[]), attempt).await;
+                shard_records::fetch_receipt(caller, directory, root, (index, &[]), attempt).await;
             if let Ok(found) = found {
                 let (code, generation) = (found.code, found.generation);
                 return StripeState::Archived { attempt, code, generation, dropped: false };
@@ -65,7 +65,7 @@ pub async fn state_on_nodes(
     StripeState::Replicated
 }
 
-fn replicas(held: &Held, damage: &DamageOf) -> BTreeSet<u8> {
+fn replicas(held: &HeldFiles, damage: &DamageOf) -> BTreeSet<u8> {
     let mut blocks = BTreeSet::new();
     for (node, files) in held {
         for found in files.iter().filter(|found| !damage.contains_key(&(*node, found.file))) {
@@ -77,7 +77,7 @@ fn replicas(held: &Held, damage: &DamageOf) -> BTreeSet<u8> {
     blocks
 }
 
-fn pieces(held: &Held) -> BTreeMap<Attempt, BTreeSet<u8>> {
+fn pieces(held: &HeldFiles) -> BTreeMap<Attempt, BTreeSet<u8>> {
     let mut pieces: BTreeMap<Attempt, BTreeSet<u8>> = BTreeMap::new();
     for view in held.values().flatten() {
         if let FileName::Piece { piece, attempt } = view.file {

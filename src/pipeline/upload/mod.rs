@@ -2,4 +2,4 @@
 
 mod stripe;
 
-pub use stripe::{Failures, SaveError, Source, Upload};
+pub use stripe::{FailedNodes, SaveError, ShardSource, StripeUploader};

@@ -19,7 +19,7 @@ use crate::format::records::{BlockInfo, Record, StripeFixed, StripeRecord};
 use crate::format::tree::{GrainTree, grain_hash};
 use crate::gf::{Fingerprint, FingerprintKey, GfError};
 use crate::id::{Generation, NodeId, StripeId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Caller, Exchange, address};
 use crate::placement::Spares;
 use crate::topology::Directory;
@@ -27,7 +27,7 @@ use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{
     BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer, PutRecord, RecordName,
 };
-use crate::wire::{Failure, message_to_bytes};
+use crate::wire::{RemoteError, message_to_bytes};
 use crate::workers::{WorkerDied, Workers};
 
 /// Bytes read from the source, and sent, at a time.
@@ -44,7 +44,7 @@ const BUSY_ROUNDS: usize = 30;
 const ROUNDS: usize = 3;
 
 /// Where a shard's bytes come from. Blocking; read more than once when a holder fails.
-pub trait Source: Send + Sync + 'static {
+pub trait ShardSource: Send + Sync + 'static {
     /// Length in bytes.
     fn len_bytes(&self) -> u64;
 
@@ -63,7 +63,7 @@ pub trait Source: Send + Sync + 'static {
     }
 }
 
-impl Source for Bytes {
+impl ShardSource for Bytes {
     fn len_bytes(&self) -> u64 {
         self.len() as u64
     }
@@ -87,7 +87,7 @@ impl Source for Bytes {
 pub enum SaveError {
     /// The source failed.
     #[error("reading shard {shard} at byte {offset}: {source}")]
-    Source {
+    ShardSource {
         /// The shard's name.
         shard: String,
         /// Where.
@@ -127,24 +127,24 @@ pub enum SaveError {
 
 impl SaveError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            SaveError::Source { .. } => Kind::Io,
-            SaveError::Changed { .. } => Kind::Invalid,
-            SaveError::NoHolders { .. } => Kind::Unavailable,
+            SaveError::ShardSource { .. } => ErrorKind::Io,
+            SaveError::Changed { .. } => ErrorKind::Invalid,
+            SaveError::NoHolders { .. } => ErrorKind::Unavailable,
             SaveError::Refused(error) => error.kind(),
             SaveError::Format(error) => error.kind(),
-            SaveError::Field(_) | SaveError::Worker(_) => Kind::Internal,
+            SaveError::Field(_) | SaveError::Worker(_) => ErrorKind::Internal,
         }
     }
 }
 
 /// The nodes that failed while a save wrote to them: its other stripes and shards do without them where they can.
 #[derive(Debug, Default)]
-pub struct Failures(Mutex<BTreeMap<NodeId, bool>>);
+pub struct FailedNodes(Mutex<BTreeMap<NodeId, bool>>);
 
-impl Failures {
-    fn note(&self, failed: &Failed) {
+impl FailedNodes {
+    fn note(&self, failed: &NodeFailure) {
         let refused = failed.has_refused();
         let mut nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // One that was silent once may be gone, whatever it said before.
@@ -169,7 +169,7 @@ impl Failures {
 }
 
 /// What all stripes of a shard share.
-pub struct Upload {
+pub struct StripeUploader {
     /// Calls to nodes.
     pub caller: Arc<Caller>,
     /// Reading and hashing.
@@ -177,7 +177,7 @@ pub struct Upload {
     /// The nodes.
     pub directory: Directory,
     /// The shard's bytes.
-    pub source: Arc<dyn Source>,
+    pub source: Arc<dyn ShardSource>,
     /// The shard's name, for errors.
     pub name: String,
     /// The shard's fingerprint key.
@@ -189,32 +189,32 @@ pub struct Upload {
     /// Which positions hold which blocks.
     pub layout: Layout,
     /// What the whole save knows of nodes that failed.
-    pub failures: Arc<Failures>,
+    pub failures: Arc<FailedNodes>,
     /// Told how many bytes are durable, as blocks complete.
     pub progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
 /// Which holder of a block failed, and why.
-struct Failed {
+struct NodeFailure {
     node: NodeId,
     error: CallError,
 }
 
-impl Failed {
+impl NodeFailure {
     /// The holder said that it cannot.
     fn has_refused(&self) -> bool {
-        !self.error.is_unanswered() && self.error.kind() == Kind::Unavailable
+        !self.error.is_unanswered() && self.error.kind() == ErrorKind::Unavailable
     }
 
     /// The holder answered, and not for another holder that it could not reach.
     fn is_answered(&self) -> bool {
         !self.error.is_unanswered()
-            && !matches!(self.error.kind(), Kind::Unavailable | Kind::Timeout)
+            && !matches!(self.error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
     }
 }
 
 enum BlockError {
-    Holder(Failed),
+    Holder(NodeFailure),
     Fatal(SaveError),
 }
 
@@ -224,9 +224,9 @@ impl<E: Into<SaveError>> From<E> for BlockError {
     }
 }
 
-impl Upload {
+impl StripeUploader {
     /// Saves one stripe; `places` are changed where a holder had to be replaced by one of `spares`.
-    pub async fn stripe(
+    pub async fn upload_stripe(
         &self,
         stripe: StripeId,
         cut: StripeCut,
@@ -242,11 +242,11 @@ impl Upload {
             let now: &[NodeId] = places;
             let sends = todo.iter().map(|&block| async move {
                 let holders = (now[block], now[block + step]);
-                (block, self.block(stripe, &cut, block as u8, holders).await)
+                (block, self.upload_block(stripe, &cut, block as u8, holders).await)
             });
             let mut running =
                 stream::iter(sends.collect::<Vec<_>>()).buffer_unordered(BLOCKS_AT_ONCE);
-            let mut failures: Vec<Failed> = Vec::new();
+            let mut failures: Vec<NodeFailure> = Vec::new();
             let mut done = Vec::new();
             while let Some((block, result)) = running.next().await {
                 match result {
@@ -277,7 +277,7 @@ impl Upload {
             }
             // A holder that others keep busy is no reason to look for another one.
             if busy_rounds < BUSY_ROUNDS {
-                failures.retain(|failed| failed.error.kind() != Kind::Busy);
+                failures.retain(|failed| failed.error.kind() != ErrorKind::Busy);
             }
             if failures.is_empty() {
                 busy_rounds += 1;
@@ -320,7 +320,7 @@ impl Upload {
         stripe: StripeId,
         places: &mut [NodeId],
         spares: &mut Spares,
-        failures: &[Failed],
+        failures: &[NodeFailure],
     ) -> Result<BTreeSet<usize>, SaveError> {
         failures.iter().for_each(|failed| self.failures.note(failed));
         let nodes: BTreeSet<NodeId> = failures.iter().map(|failed| failed.node).collect();
@@ -345,7 +345,7 @@ impl Upload {
     }
 
     /// Sends one block to its two holders and waits until it is durable on both.
-    async fn block(
+    async fn upload_block(
         &self,
         stripe: StripeId,
         cut: &StripeCut,
@@ -375,11 +375,12 @@ impl Upload {
         let to = address(&first);
         let failed = |node: NodeId, error: CallError| {
             // A refusal would be the same elsewhere; silence, damage or shortage need not be.
-            let fatal = matches!(error.kind(), Kind::Fenced | Kind::Denied | Kind::Invalid);
+            let fatal =
+                matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Denied | ErrorKind::Invalid);
             if fatal && !error.is_unanswered() {
                 BlockError::Fatal(SaveError::Refused(error))
             } else {
-                BlockError::Holder(Failed { node, error })
+                BlockError::Holder(NodeFailure { node, error })
             }
         };
         let holder = |error| failed(holders.0, error);
@@ -390,11 +391,11 @@ impl Upload {
         let admitted = deadline(clock, STALL_LIMIT, exchange.answer::<BlockAdmitted>()).await;
         let admitted = admitted.map_err(late).and_then(|admitted| admitted).map_err(holder)?;
         if let Some((code, message)) = admitted.second_refused {
-            let refusal = Failure { kind: Kind::from_wire_code(code), message };
+            let refusal = RemoteError { kind: ErrorKind::from_wire_code(code), message };
             return Err(failed(holders.1, refusal.into()));
         }
         let start = cut.offset_bytes + cut.block_offset(block);
-        let (info, refused) = self.send(&mut exchange, start, len_bytes).await?;
+        let (info, refused) = self.send_block(&mut exchange, start, len_bytes).await?;
         // When sending was refused the answer, if there is one, says why.
         let answer = deadline(clock, STALL_LIMIT, exchange.answer::<PutBlockAnswer>()).await;
         let answer = match (answer.map_err(late).and_then(|answer| answer), refused) {
@@ -405,19 +406,19 @@ impl Upload {
             Some(Ok(())) => Ok(info),
             Some(Err(message)) => {
                 // Whether it refused or is gone the first holder does not say.
-                let error = CallError::Failed(Failure { kind: Kind::Timeout, message });
-                Err(BlockError::Holder(Failed { node: holders.1, error }))
+                let error = CallError::Failed(RemoteError { kind: ErrorKind::Timeout, message });
+                Err(BlockError::Holder(NodeFailure { node: holders.1, error }))
             }
             None => {
                 let message = format!("{} did not forward the block", first.name);
-                let error = CallError::Failed(Failure { kind: Kind::Internal, message });
-                Err(BlockError::Holder(Failed { node: holders.0, error }))
+                let error = CallError::Failed(RemoteError { kind: ErrorKind::Internal, message });
+                Err(BlockError::Holder(NodeFailure { node: holders.0, error }))
             }
         }
     }
 
     /// Reads, hashes and sends a block and its trailer. A failure to send is returned beside what was hashed.
-    async fn send(
+    async fn send_block(
         &self,
         exchange: &mut Exchange,
         start: u64,
@@ -435,7 +436,7 @@ impl Upload {
                     return Ok(None);
                 }
                 let len = CHUNK_BYTES.min(len_bytes - offset);
-                self.read(start, offset, len, len_bytes).await.map(Some)
+                self.read_source(start, offset, len, len_bytes).await.map(Some)
             };
             let write = async {
                 if let (Some(chunk), None) = (ready.take(), &refused) {
@@ -471,7 +472,7 @@ impl Upload {
         Ok((info, refused))
     }
 
-    async fn read(
+    async fn read_source(
         &self,
         start: u64,
         offset: u64,
@@ -485,7 +486,7 @@ impl Upload {
                 None => {
                     let mut bytes = vec![0; len as usize];
                     let read = source.read_at(start + offset, &mut bytes);
-                    read.map_err(|source| SaveError::Source {
+                    read.map_err(|source| SaveError::ShardSource {
                         shard: name,
                         offset: start + offset,
                         source,
@@ -507,7 +508,7 @@ impl Upload {
     }
 
     /// Makes the stripe's record durable on its nodes: all that can be reached, and at least n-k+1 of them.
-    pub async fn record(
+    pub async fn put_stripe_record(
         &self,
         fixed: &StripeFixed,
         record: &StripeRecord,

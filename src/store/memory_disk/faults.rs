@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::file::{FileState, SECTOR};
-use super::images::Node;
+use super::images::TreeNode;
 use super::{MemoryDisk, hold, wrong};
 use crate::store::disk::DiskError;
 
@@ -126,8 +126,8 @@ impl MemoryDisk {
         change: impl FnOnce(&mut FileState) -> T,
     ) -> Result<T, DiskError> {
         match self.node(path)? {
-            Node::File(file) => Ok(change(&mut hold(&file.state))),
-            Node::Dir(_) => Err(wrong(path, "not a file")),
+            TreeNode::File(file) => Ok(change(&mut hold(&file.state))),
+            TreeNode::Dir(_) => Err(wrong(path, "not a file")),
         }
     }
 

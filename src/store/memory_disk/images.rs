@@ -23,16 +23,16 @@ impl Drop for FileNode {
 }
 
 #[derive(Clone)]
-pub(super) enum Node {
+pub(super) enum TreeNode {
     File(Arc<FileNode>),
     Dir(Arc<Mutex<DirState>>),
 }
 
-impl Node {
-    fn same(&self, other: &Node) -> bool {
+impl TreeNode {
+    fn same(&self, other: &TreeNode) -> bool {
         match (self, other) {
-            (Node::File(a), Node::File(b)) => Arc::ptr_eq(a, b),
-            (Node::Dir(a), Node::Dir(b)) => Arc::ptr_eq(a, b),
+            (TreeNode::File(a), TreeNode::File(b)) => Arc::ptr_eq(a, b),
+            (TreeNode::Dir(a), TreeNode::Dir(b)) => Arc::ptr_eq(a, b),
             _ => false,
         }
     }
@@ -41,13 +41,13 @@ impl Node {
 /// A folder: the names that are seen and the ones that are durable.
 #[derive(Default)]
 pub(super) struct DirState {
-    pub(super) seen: BTreeMap<String, Node>,
-    pub(super) durable: BTreeMap<String, Node>,
+    pub(super) seen: BTreeMap<String, TreeNode>,
+    pub(super) durable: BTreeMap<String, TreeNode>,
 }
 
 /// What a power cut leaves.
 #[derive(Clone, Copy)]
-pub(super) enum Left<'a> {
+pub(super) enum Leftover<'a> {
     /// What was synced.
     Synced,
     /// That, and of the rest what the coin says.
@@ -59,15 +59,15 @@ pub(super) enum Left<'a> {
 /// What a power cut leaves of a folder and all below it.
 pub(super) fn image_of_dir(
     dir: &Mutex<DirState>,
-    left: Left<'_>,
+    left: Leftover<'_>,
     used: &Arc<AtomicU64>,
 ) -> Arc<Mutex<DirState>> {
     let dir = hold(dir);
     let mut kept = match left {
-        Left::All => dir.seen.clone(),
-        Left::Synced | Left::Torn(_) => dir.durable.clone(),
+        Leftover::All => dir.seen.clone(),
+        Leftover::Synced | Leftover::Torn(_) => dir.durable.clone(),
     };
-    if let Left::Torn(coin) = left {
+    if let Leftover::Torn(coin) = left {
         let names: BTreeSet<&String> = dir.seen.keys().chain(dir.durable.keys()).collect();
         for name in names {
             let (seen, durable) = (dir.seen.get(name), dir.durable.get(name));
@@ -79,21 +79,21 @@ pub(super) fn image_of_dir(
             }
         }
     }
-    let image = |node: &Node| match node {
-        Node::Dir(dir) => Node::Dir(image_of_dir(dir, left, used)),
-        Node::File(file) => {
+    let image = |node: &TreeNode| match node {
+        TreeNode::Dir(dir) => TreeNode::Dir(image_of_dir(dir, left, used)),
+        TreeNode::File(file) => {
             let state = hold(&file.state);
             let contents = match left {
-                Left::Synced => state.durable.clone(),
-                Left::Torn(coin) => state.torn(coin),
-                Left::All => state.seen.clone(),
+                Leftover::Synced => state.durable.clone(),
+                Leftover::Torn(coin) => state.torn(coin),
+                Leftover::All => state.seen.clone(),
             };
             used.fetch_add(contents.len, Ordering::Relaxed);
             let unreadable = state.unreadable.clone();
             let mut image = FileState::synced(contents);
             image.unreadable = unreadable;
             let state = Mutex::new(image);
-            Node::File(Arc::new(FileNode { state, used: used.clone(), number: file.number }))
+            TreeNode::File(Arc::new(FileNode { state, used: used.clone(), number: file.number }))
         }
     };
     let seen: BTreeMap<_, _> =
@@ -106,8 +106,8 @@ pub(super) fn sync_tree(dir: &Mutex<DirState>) {
     let mut dir = hold(dir);
     for node in dir.seen.values() {
         match node {
-            Node::File(file) => hold(&file.state).sync(),
-            Node::Dir(dir) => sync_tree(dir),
+            TreeNode::File(file) => hold(&file.state).sync(),
+            TreeNode::Dir(dir) => sync_tree(dir),
         }
     }
     dir.durable = dir.seen.clone();

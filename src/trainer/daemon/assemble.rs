@@ -13,8 +13,8 @@ use super::hold::Hold;
 use super::source::{HeldMemory, Pieces};
 use crate::format::table::{Extent, MergeInput, Table, TableBuilder, TableError};
 use crate::id::{FillId, SegmentId};
-use crate::kind::Kind;
-use crate::pipeline::upload::Source;
+use crate::kind::ErrorKind;
+use crate::pipeline::upload::ShardSource;
 use crate::trainer::mapping::Readable;
 use crate::trainer::protocol::Part;
 use crate::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, SegmentError, read_staged};
@@ -62,17 +62,17 @@ pub enum AssembleError {
 
 impl AssembleError {
     /// Returns the kind of the failure. `Invalid` and `Corrupt` mean that the step is at fault; trying again does not help.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         use std::io::ErrorKind::{NotFound, UnexpectedEof};
         match self {
             AssembleError::Segment { source: SegmentError::Map { source, .. }, .. }
                 if matches!(source.kind(), NotFound | UnexpectedEof) =>
             {
-                Kind::Invalid
+                ErrorKind::Invalid
             }
             AssembleError::Segment { source, .. } => source.kind(),
-            AssembleError::Stranger { .. } | AssembleError::Table { .. } => Kind::Invalid,
-            AssembleError::Worker(_) => Kind::Internal,
+            AssembleError::Stranger { .. } | AssembleError::Table { .. } => ErrorKind::Invalid,
+            AssembleError::Worker(_) => ErrorKind::Internal,
         }
     }
 }
@@ -130,7 +130,7 @@ pub fn assemble(
     for (rank, (segment, hold, segment_bytes)) in (0..).zip(segments) {
         let failed = |source| AssembleError::Segment { rank, source };
         let opened = folder.open_segment(segment).map_err(|error| match error.kind() {
-            Kind::NotFound => std::io::Error::new(std::io::ErrorKind::NotFound, error),
+            ErrorKind::NotFound => std::io::Error::new(std::io::ErrorKind::NotFound, error),
             _ => std::io::Error::other(error),
         });
         let map = opened

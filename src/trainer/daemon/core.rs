@@ -19,7 +19,7 @@ pub use restore::RestoredStep;
 
 use super::hold::{Bell, Hold, Holds};
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, JobStatus, Notice, Place, Resumed, Sample, StepStatus};
 
 /// Launches that are over and remembered, for each job.
@@ -302,7 +302,11 @@ pub struct Core {
     is_stopping: bool,
 }
 
-fn fail<T>(kind: Kind, message: impl Into<String>, hint: impl Into<String>) -> Result<T, Failure> {
+fn fail<T>(
+    kind: ErrorKind,
+    message: impl Into<String>,
+    hint: impl Into<String>,
+) -> Result<T, Failure> {
     Err(Failure::new(kind, message, hint))
 }
 
@@ -396,7 +400,7 @@ impl Core {
     ) -> Result<Option<(SaveId, Vec<String>)>, Failure> {
         let not_saved = || {
             Failure::new(
-                Kind::NotFound,
+                ErrorKind::NotFound,
                 format!("step {step} is not being saved by this launch"),
                 "call save first",
             )

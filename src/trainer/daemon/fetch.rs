@@ -20,7 +20,7 @@ use crate::format::table::{
     table_range,
 };
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::load::MAX_TABLE_BYTES;
 use crate::trainer::mapping;
 use crate::trainer::protocol::{Failure, Part};
@@ -307,7 +307,7 @@ impl StagingDaemon {
         let Some(shards) = data_shards(shown) else {
             let message = format!("{job}/{step} was not saved by a trainer: it has no index");
             let hint = "`rapidraid restore` writes it to files";
-            return Err(Failure::new(Kind::Invalid, message, hint).into());
+            return Err(Failure::new(ErrorKind::Invalid, message, hint).into());
         };
         let mut fetched = Fetched {
             job: job.clone(),
@@ -346,7 +346,7 @@ impl StagingDaemon {
             let hint =
                 "the staging folder needs room for the step; see staging.dir and staging.memory";
             let message = format!("memory for step {step}: {error}");
-            FetchFailure::NoRoom(Failure::new(Kind::Busy, message, hint))
+            FetchFailure::NoRoom(Failure::new(ErrorKind::Busy, message, hint))
         };
         let mut ranges = Vec::with_capacity(fetched.shards.len());
         for (number, (name, bytes)) in (0..).zip(fetched.shards.clone()) {
@@ -434,5 +434,5 @@ fn range_of_table(fetched: &Fetched, len_bytes: u64, footer: &[u8]) -> Result<Ra
 
 fn bad_index(Fetched { job, step, .. }: &Fetched, error: &TableError) -> Failure {
     let hint = "it was written by another version, or its trainer is at fault";
-    Failure::new(Kind::Corrupt, format!("the index of {job}/{step}: {error}"), hint)
+    Failure::new(ErrorKind::Corrupt, format!("the index of {job}/{step}: {error}"), hint)
 }

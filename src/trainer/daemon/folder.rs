@@ -13,7 +13,7 @@ use crate::entropy::Entropy;
 use crate::format::FormatError;
 use crate::format::records::Record;
 use crate::id::{ClusterId, FillId, InstanceId, Job, SegmentId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::mapping;
 use crate::trainer::segment::{self, State};
 use crate::trainer::session::SOCKET;
@@ -80,15 +80,15 @@ pub enum FolderError {
 
 impl FolderError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            FolderError::Untrusted { .. } | FolderError::OtherCluster { .. } => Kind::Denied,
-            FolderError::InUse { .. } => Kind::Exists,
+            FolderError::Untrusted { .. } | FolderError::OtherCluster { .. } => ErrorKind::Denied,
+            FolderError::InUse { .. } => ErrorKind::Exists,
             FolderError::Record { source, .. } => source.kind(),
             FolderError::Io { source, .. } => match source.kind() {
-                io::ErrorKind::NotFound => Kind::NotFound,
-                io::ErrorKind::StorageFull | io::ErrorKind::OutOfMemory => Kind::Busy,
-                _ => Kind::Io,
+                io::ErrorKind::NotFound => ErrorKind::NotFound,
+                io::ErrorKind::StorageFull | io::ErrorKind::OutOfMemory => ErrorKind::Busy,
+                _ => ErrorKind::Io,
             },
         }
     }
@@ -267,7 +267,7 @@ impl Folder {
     pub fn is_unmapped(&self, id: SegmentId) -> bool {
         match self.open_segment(id) {
             Ok(file) => file.try_lock().is_ok(),
-            Err(error) => error.kind() == Kind::NotFound,
+            Err(error) => error.kind() == ErrorKind::NotFound,
         }
     }
 
@@ -403,7 +403,7 @@ impl Folder {
     /// the file system, the reserve makes room.
     fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
         match self.try_write(path, bytes) {
-            Err(error) if error.kind() == Kind::Busy => {
+            Err(error) if error.kind() == ErrorKind::Busy => {
                 let _ = fs::remove_file(self.path.join(RESERVE));
                 self.try_write(path, bytes)
             }

@@ -19,7 +19,7 @@ use super::server::MAX_HELD_BACK;
 use super::trace::{TracePoint, trace_point};
 use crate::format::table::Table;
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::{
     Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Place, Resumed,
 };
@@ -126,7 +126,7 @@ impl StagingDaemon {
     ) -> Replied {
         if tickets.open.len() >= MAX_TICKETS {
             let message = format!("this process has {MAX_TICKETS} loads open");
-            return Err(Failure::new(Kind::Busy, message, "release one first"));
+            return Err(Failure::new(ErrorKind::Busy, message, "release one first"));
         }
         let limit = Duration::from_millis(load.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
@@ -241,7 +241,7 @@ impl StagingDaemon {
         let open = tickets.open.get_mut(&ticket).ok_or_else(no_ticket)?;
         let (Source::Cluster { fetched }, LoadSource::Ranges) = (&open.source, open.source.kind())
         else {
-            return Err(Failure::new(Kind::Invalid, "this load is not by ranges", ""));
+            return Err(Failure::new(ErrorKind::Invalid, "this load is not by ranges", ""));
         };
         let known = open.window.take().filter(|window| window.extents == extents);
         let mut window = match known {
@@ -277,7 +277,7 @@ impl StagingDaemon {
         tickets: &mut Tickets,
     ) -> Replied {
         let failed = |error: &dyn std::fmt::Display| {
-            Failure::new(Kind::Io, format!("the table of step {step}: {error}"), "")
+            Failure::new(ErrorKind::Io, format!("the table of step {step}: {error}"), "")
         };
         let bytes = source.table().to_bytes().map_err(|error| failed(&error))?;
         let descriptor = memory_file(&bytes).map_err(|error| failed(&error))?;
@@ -344,7 +344,7 @@ impl StagingDaemon {
             place.job
         );
         let hint = "leave keep out, or take keep_newest out of the policy of the nodes";
-        Err(Failure::new(Kind::Invalid, message, hint))
+        Err(Failure::new(ErrorKind::Invalid, message, hint))
     }
 
     /// The step of a load. All ranks of a launch get one answer to their n-th load. What is in memory counts as committed only when the
@@ -373,7 +373,11 @@ impl StagingDaemon {
             let other = answered.map_or("nothing".to_owned(), |step| format!("step {step}"));
             let message =
                 format!("this rank loads step {asked}, another rank of its launch {other}");
-            return Err(Failure::new(Kind::Invalid, message, "all ranks must load the same step"));
+            return Err(Failure::new(
+                ErrorKind::Invalid,
+                message,
+                "all ranks must load the same step",
+            ));
         }
         if answered == Some(None) {
             return Ok(Some(Found::Nothing));
@@ -405,7 +409,7 @@ impl StagingDaemon {
                         load.job
                     );
                     let hint = "`rapidraid ls` shows what is committed";
-                    return Err(Failure::new(Kind::NotFound, message, hint));
+                    return Err(Failure::new(ErrorKind::NotFound, message, hint));
                 }
             },
         }))
@@ -533,13 +537,13 @@ impl StagingDaemon {
 }
 
 fn no_ticket() -> Failure {
-    Failure::new(Kind::Invalid, "this load is not open any more", "load once more")
+    Failure::new(ErrorKind::Invalid, "this load is not open any more", "load once more")
 }
 
 #[allow(clippy::disallowed_methods)] // shared memory lies outside any store
 fn open(path: &std::path::Path) -> Result<File, Failure> {
     File::open(path)
-        .map_err(|error| Failure::new(Kind::Io, format!("{}: {error}", path.display()), ""))
+        .map_err(|error| Failure::new(ErrorKind::Io, format!("{}: {error}", path.display()), ""))
 }
 
 /// Bytes in a file without a name, for a process to read.

@@ -36,7 +36,7 @@ use crate::client::{Client, Progress};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::{Header, read_header};
 use crate::workers::Workers;
@@ -85,10 +85,10 @@ pub enum StartError {
 
 impl StartError {
     /// What kind of failure this is.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorKind {
         match self {
             StartError::Folder(error) => error.kind(),
-            StartError::Socket { .. } => Kind::Io,
+            StartError::Socket { .. } => ErrorKind::Io,
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::client::{Progress, ReadRange, Sink};
 use crate::clock::deadline;
 use crate::format::table::Extent;
 use crate::id::ShardName;
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, MAX_WINDOW_EXTENTS, Part, WINDOW_BYTES};
 use crate::units::GRAIN_BYTES;
 
@@ -95,7 +95,7 @@ fn parts_of(
     shards: &[(ShardName, u64)],
     extents: &[u32],
 ) -> Result<(Vec<Part>, u64), Failure> {
-    let refused = |message: String| Failure::new(Kind::Invalid, message, "");
+    let refused = |message: String| Failure::new(ErrorKind::Invalid, message, "");
     if extents.len() > MAX_WINDOW_EXTENTS {
         let message = format!("{} extents at once, at most {MAX_WINDOW_EXTENTS}", extents.len());
         return Err(refused(message));
@@ -174,12 +174,13 @@ impl StagingDaemon {
     ) -> Result<Filled, Failure> {
         let file = rustix::fs::memfd_create("rapidraid-window", MemfdFlags::CLOEXEC);
         let file = Arc::new(File::from(file.map_err(|error| {
-            Failure::new(Kind::Io, format!("memory for a part of a step: {error}"), "")
+            Failure::new(ErrorKind::Io, format!("memory for a part of a step: {error}"), "")
         })?));
         let mut ranges = Vec::with_capacity(parts.len());
         for part in &parts {
             let shard = fetched.shards.get(part.shard as usize);
-            let (shard, _) = shard.ok_or_else(|| Failure::new(Kind::Internal, "no shard", ""))?;
+            let (shard, _) =
+                shard.ok_or_else(|| Failure::new(ErrorKind::Internal, "no shard", ""))?;
             let range = part.shard_offset..part.shard_offset + part.len_bytes;
             let to = Arc::new(WindowSink { file: file.clone(), part: *part });
             ranges.push(ReadRange { shard: shard.clone(), range, to });
@@ -193,7 +194,7 @@ impl StagingDaemon {
             read.await.map_err(|error| failed(fetched.step, &error))?;
         }
         drop(ranges);
-        let again = |error: io::Error| Failure::new(Kind::Io, error.to_string(), "");
+        let again = |error: io::Error| Failure::new(ErrorKind::Io, error.to_string(), "");
         let file = match Arc::try_unwrap(file) {
             Ok(file) => file,
             Err(shared) => shared.try_clone().map_err(again)?,

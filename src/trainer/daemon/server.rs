@@ -1,6 +1,5 @@
 //! Serves trainers: one task for each connection, one request at a time on each.
 
-use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener as StdListener;
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use super::trace::{TracePoint, trace_point};
 use super::{StagingDaemon, StartError};
 use crate::clock::deadline;
 use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::frames::{Frame, Incoming, Outgoing};
 use crate::trainer::protocol::{
     Answer, Failure, Hello, HelloAnswer, OLDEST, Pending, Place, Prepare, Request, Status,
@@ -65,7 +64,7 @@ impl Connection {
             match self.socket.try_io(Interest::READABLE, receive) {
                 Ok(0) => return Ok(None),
                 Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
         }
@@ -78,7 +77,7 @@ impl Connection {
             match self.socket.try_io(Interest::WRITABLE, || out.send(self.socket.as_fd())) {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
         }
@@ -277,8 +276,9 @@ impl StagingDaemon {
             match made {
                 Ok(segments) => break segments,
                 // Nothing is kept for readers that may come.
-                Err(failure) if failure.kind() == Kind::Busy && self.free_fetches(None) > 0 => {}
-                Err(failure) if failure.kind() == Kind::Busy => {
+                Err(failure)
+                    if failure.kind() == ErrorKind::Busy && self.free_fetches(None) > 0 => {}
+                Err(failure) if failure.kind() == ErrorKind::Busy => {
                     // A launch that was before this one may still be letting its memory go.
                     let now = self.clock.now();
                     if self.with(|core| prepare.launch_bytes > core.limit_bytes()) {
@@ -449,7 +449,7 @@ impl StagingDaemon {
                 );
                 let hint =
                     "load the newest step, or pass abandon_later=True to remove the later ones";
-                return Err(Failure::new(Kind::Exists, message, hint));
+                return Err(Failure::new(ErrorKind::Exists, message, hint));
             }
             self.abandon(&place, resumed.loaded, later_saves).await?;
         }
@@ -490,7 +490,7 @@ impl StagingDaemon {
         }
         match self.client.remove(job, step).await {
             // Somebody else was quicker, such as the task that goes on when a launch does not wait any more.
-            Err(error) if error.kind() == Kind::NotFound => Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.map(drop),
         }
     }

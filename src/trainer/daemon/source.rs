@@ -5,7 +5,7 @@ use std::io;
 use bytes::Bytes;
 
 use super::hold::Hold;
-use crate::pipeline::upload::Source;
+use crate::pipeline::upload::ShardSource;
 use crate::trainer::mapping::Readable;
 
 /// The memory of a segment that is held as long as any byte of it is in use: a [`Bytes`] over it, also one that the transport still has
@@ -74,7 +74,7 @@ impl Pieces {
     }
 }
 
-impl Source for Pieces {
+impl ShardSource for Pieces {
     fn len_bytes(&self) -> u64 {
         self.len_bytes
     }

@@ -16,7 +16,7 @@ use super::{StagingDaemon, lock};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table};
 use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Sample};
 
 /// The first pause after a save that failed, and the longest one.
@@ -120,7 +120,7 @@ impl StagingDaemon {
             Err(failure) => return Attempt::Later(failure.to_string()),
         };
         match self.send(key, &step, false).await {
-            Err(error) if error.kind() == Kind::Exists => match self.committed_by(key).await {
+            Err(error) if error.kind() == ErrorKind::Exists => match self.committed_by(key).await {
                 Committed::Replaceable => match self.send(key, &step, true).await {
                     Err(error) => self.judge(key, &error),
                     Ok(committed) => committed,
@@ -193,8 +193,9 @@ impl StagingDaemon {
         let Some(segments) = self.with(|core| core.hold_step(key)) else { return Ok(None) };
         let (daemon, of) = (self.clone(), key.clone());
         let work = move || assemble::assemble(&daemon.folder, &of, segments);
-        let died =
-            |error: &dyn std::fmt::Display| Failure::new(Kind::Internal, error.to_string(), "");
+        let died = |error: &dyn std::fmt::Display| {
+            Failure::new(ErrorKind::Internal, error.to_string(), "")
+        };
         let assembled = self.workers.run(work).await.map_err(|error| died(&error))?;
         let mut step = match assembled {
             Ok(step) => step,
@@ -208,7 +209,7 @@ impl StagingDaemon {
             }
         };
         let failed = |error: &dyn std::fmt::Display| {
-            Failure::new(Kind::Io, format!("the table of step {}: {error}", key.step), "")
+            Failure::new(ErrorKind::Io, format!("the table of step {}: {error}", key.step), "")
         };
         let kept = self.folder.table(key).map_err(|error| failed(&error))?;
         let kept = kept.and_then(|bytes| Table::parse(&bytes).ok());
@@ -338,8 +339,8 @@ impl StagingDaemon {
 }
 
 /// Whether a step is refused for what it is. Everything else may pass.
-fn is_final(kind: Kind) -> bool {
-    matches!(kind, Kind::Corrupt | Kind::Invalid | Kind::Denied)
+fn is_final(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid | ErrorKind::Denied)
 }
 
 fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {

@@ -4,11 +4,11 @@ use rapidraid::code::table;
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Attempt, Epoch, Generation, NodeId, StripeId};
-use rapidraid::kind::Kind;
+use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::plan::{Input, MAX_HOP_EDGES, MAX_HOPS, Output};
 use rapidraid::wire::NodeAddress;
-use rapidraid::wire::calls::{Fetch, PutPlaces, Reserve, Run};
+use rapidraid::wire::calls::{CopyReplica, PutPlaces, ReservePart, RunPart};
 use rapidraid::wire::order::{Codec, HopOrder, InputOrder, Order, OutputOrder};
 
 use super::{GENERATION, assert_alive, assert_both_steps, kind_of, world_with_steps};
@@ -102,9 +102,9 @@ async fn orders_with_absurd_numbers_are_refused() {
         }),
     ];
     for (at, order) in refused.into_iter().enumerate() {
-        let answer = node.ask(&to, &Reserve { order: order.clone() }).await;
-        assert_eq!(kind_of(answer), Kind::Invalid, "order {at}");
-        assert_eq!(kind_of(node.ask(&to, &Run { run: order.run }).await), Kind::NotFound);
+        let answer = node.ask(&to, &ReservePart { order: order.clone() }).await;
+        assert_eq!(kind_of(answer), ErrorKind::Invalid, "order {at}");
+        assert_eq!(kind_of(node.ask(&to, &RunPart { run: order.run }).await), ErrorKind::NotFound);
         assert_eq!(world.nodes[&2].memory_in_use(), [0; 5], "order {at}");
     }
     assert_alive(&node, &to).await;
@@ -129,10 +129,10 @@ async fn orders_with_absurd_numbers_are_refused() {
         with(&|order| order.codec = Codec::ReedSolomonErasure),
     ];
     for (at, order) in odd.into_iter().enumerate() {
-        node.ask(&to, &Reserve { order: order.clone() }).await.unwrap();
-        let again = node.ask(&to, &Reserve { order: order.clone() }).await;
-        assert_eq!(kind_of(again), Kind::Busy, "one run, one reservation");
-        let ran = node.ask(&to, &Run { run: order.run }).await;
+        node.ask(&to, &ReservePart { order: order.clone() }).await.unwrap();
+        let again = node.ask(&to, &ReservePart { order: order.clone() }).await;
+        assert_eq!(kind_of(again), ErrorKind::Busy, "one run, one reservation");
+        let ran = node.ask(&to, &RunPart { run: order.run }).await;
         // The stripe's replica is not what the order says: only a block past the end reads as zeros.
         let is_empty = order.cut.len_bytes == 0;
         assert_eq!(ran.is_ok(), is_empty, "order {at}: {ran:?}");
@@ -155,12 +155,12 @@ async fn a_reservation_that_nobody_runs_is_given_back() {
     let to = world.node_address(2);
     for run in 0..5 {
         let order = Order { run: [run; 16], ..order(StripeId { shard: root.shard, index: 0 }) };
-        node.ask(&to, &Reserve { order }).await.unwrap();
+        node.ask(&to, &ReservePart { order }).await.unwrap();
     }
     assert_ne!(world.nodes[&2].memory_in_use()[0], 0);
     // The daemon gives it back unasked.
     world.assert_idle().await;
-    assert_eq!(kind_of(node.ask(&to, &Run { run: [0; 16] }).await), Kind::NotFound);
+    assert_eq!(kind_of(node.ask(&to, &RunPart { run: [0; 16] }).await), ErrorKind::NotFound);
 }
 
 #[tokio::test(start_paused = true)]
@@ -178,15 +178,15 @@ async fn orders_of_an_owner_that_is_over_are_refused_and_name_the_newer() {
         let to = world.node_address(2);
         if round == 0 {
             // Obeyed as far as the fence goes; what it carries is no record.
-            assert_eq!(kind_of(node.ask(&to, &places(1, 50, old)).await), Kind::Corrupt);
-            assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), Kind::Corrupt);
+            assert_eq!(kind_of(node.ask(&to, &places(1, 50, old)).await), ErrorKind::Corrupt);
+            assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), ErrorKind::Corrupt);
         }
         for (epoch, counter) in [(1, 50), (1, 1), (0, 50), (0, u64::MAX)] {
             let generation = Generation { epoch: Epoch(epoch), counter };
             let mut plan = order(stripe);
             (plan.generation, plan.coordinator) = (generation, old);
             let (len_bytes, from) = (10, from.clone());
-            let fetch = Fetch {
+            let fetch = CopyReplica {
                 stripe,
                 block: 0,
                 len_bytes,
@@ -197,18 +197,18 @@ async fn orders_of_an_owner_that_is_over_are_refused_and_name_the_newer() {
             };
             let refusals = [
                 node.ask(&to, &places(epoch, counter, old)).await.unwrap_err(),
-                node.ask(&to, &Reserve { order: plan }).await.unwrap_err(),
+                node.ask(&to, &ReservePart { order: plan }).await.unwrap_err(),
                 node.ask(&to, &fetch).await.unwrap_err(),
             ];
             for refusal in refusals {
-                assert_eq!(refusal.kind(), Kind::Fenced, "{refusal}");
+                assert_eq!(refusal.kind(), ErrorKind::Fenced, "{refusal}");
                 let text = refusal.to_string();
                 let named = text.contains(&new.to_string()) && text.contains("1.51");
                 assert!(named || (epoch == 0 && text.contains("epoch")), "{text}");
             }
         }
         // The newest owner goes on, also after a restart of the node, which must remember.
-        assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), Kind::Corrupt);
+        assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), ErrorKind::Corrupt);
         if round == 0 {
             world.kill(2).await;
             world.boot(2);

@@ -68,9 +68,9 @@ impl Stripe {
         &mut self.answers.get_mut(&NodeId(node)).unwrap().files
     }
 
-    fn judge(&self, dropped: bool) -> StripeExam {
+    fn judge(&self, dropped: bool) -> StripeJudgement {
         let (code, generation) = (self.receipt.code, self.receipt.generation);
-        let examined = Examined {
+        let examined = ExaminedStripe {
             root: &self.root,
             info: Some((&self.info, LEAF)),
             state: StripeState::Archived { attempt: ATTEMPT, code, generation, dropped },
@@ -78,7 +78,7 @@ impl Stripe {
             answers: &self.answers,
             with_shard: false,
         };
-        examined.judge(&mut Known::new())
+        examined.judge(&mut KnownMargins::new())
     }
 }
 
@@ -94,7 +94,8 @@ fn copies_that_are_to_be_dropped_replace_none_and_are_no_fault() {
     // The copy that the receipt names is lost: that is a fault, though another one is there.
     stripe.files(0).clear();
     let lost = stripe.judge(false);
-    let fault = FaultAt { node: NodeId(0), held: Held::Replica(0), wrong: Wrong::Missing };
+    let fault =
+        JudgedFault { node: NodeId(0), held: HeldItem::Replica(0), wrong: Problem::Missing };
     assert_eq!((lost.faults, lost.survives), (vec![fault], Some(1)));
     // A copy that is to be dropped counts where no other is left.
     (1..3).for_each(|node| stripe.files(node).clear());
@@ -114,7 +115,7 @@ fn an_earlier_receipt_on_a_node_that_was_replaced_is_no_fault() {
     assert_eq!(stripe.judge(true).faults, vec![]);
     // On a node that the receipt names it is.
     stripe.answers.get_mut(&NodeId(5)).unwrap().records[0] = earlier;
-    let fault = FaultAt { node: NodeId(5), held: Held::Receipt, wrong: Wrong::Other };
+    let fault = JudgedFault { node: NodeId(5), held: HeldItem::Receipt, wrong: Problem::Other };
     assert_eq!(stripe.judge(true).faults, vec![fault]);
 }
 

@@ -128,11 +128,11 @@ fn a_source_that_fails_or_gives_too_little_is_no_corruption_of_ours() {
     let broken = Noted { broken_at: Some(0), ..noted(&bytes) };
     let reader = TableReader::open(&broken, len).unwrap();
     let error = reader.find(Space::Shared, &"model/layers.03".parse().unwrap()).unwrap_err();
-    assert_eq!(error.kind(), Kind::Io);
+    assert_eq!(error.kind(), ErrorKind::Io);
     assert!(error.to_string().contains("block 0 of the table's names"), "{error}");
     assert!(error.to_string().contains("the line is down"), "{error}");
     assert!(reader.find(Space::Shared, &"model/layers.57".parse().unwrap()).is_ok());
-    assert_eq!(reader.read_all().unwrap_err().kind(), Kind::Io);
+    assert_eq!(reader.read_all().unwrap_err().kind(), ErrorKind::Io);
     for shard_len in [0, 63, len - 1, len + 1] {
         assert!(TableReader::open(bytes.as_slice(), shard_len).is_err(), "{shard_len}");
     }

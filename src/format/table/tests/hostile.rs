@@ -86,7 +86,7 @@ impl Parts {
 
 fn why(bytes: &[u8]) -> String {
     let error = Table::parse(bytes).unwrap_err();
-    assert_eq!(error.kind(), Kind::Corrupt, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     // The reader need not notice all of it; it must not panic, and what it gives must be whole.
     if let Ok(reader) = TableReader::open(bytes, bytes.len() as u64) {
         for name in reader.name_blocks().flatten().flat_map(|(_, names)| names) {
@@ -231,7 +231,7 @@ fn the_reader_refuses_what_contradicts_the_blocks_that_it_reads() {
     assert_eq!(find(&|_| ()).unwrap().unwrap().row, 1);
     let refused = |expected: &str, change: &dyn Fn(&mut Parts)| {
         let error = find(change).unwrap_err();
-        assert_eq!(error.kind(), Kind::Corrupt, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
         assert!(error.to_string().contains(expected), "{error}, expected: {expected}");
     };
     refused("begins with another name", &|parts| {
@@ -327,7 +327,7 @@ fn with_footer(at: usize, bytes: &[u8]) -> Vec<u8> {
 fn a_later_version_is_not_corruption() {
     for (at, words) in [(4, "version 2"), (8, "flags 0x2")] {
         let error = Table::parse(&with_footer(at, &[2])).unwrap_err();
-        assert_eq!(error.kind(), Kind::Invalid);
+        assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(
             error.to_string().contains(words) && error.to_string().contains("upgrade"),
             "{error}"
@@ -337,7 +337,7 @@ fn a_later_version_is_not_corruption() {
     let mut later = with_footer(4, &[2]);
     let last = later.len() - 1;
     later[last] ^= 1;
-    assert_eq!(Table::parse(&later).unwrap_err().kind(), Kind::Corrupt);
+    assert_eq!(Table::parse(&later).unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
 #[test]
@@ -357,7 +357,7 @@ fn a_footer_with_lengths_that_cannot_be_is_refused() {
     ] {
         let table = with_footer(at, bytes);
         let error = Table::parse(&table).unwrap_err();
-        assert_eq!(error.kind(), Kind::Corrupt, "{at}: {error}");
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{at}: {error}");
         assert!(error.to_string().contains(expected), "{at}: {error}");
         assert_eq!(TableReader::open(table.as_slice(), table.len() as u64).unwrap_err(), error);
     }

@@ -13,7 +13,7 @@ fn started() -> (TableBuilder, u32) {
 
 #[track_caller]
 fn says(error: TableError, words: &[&str]) {
-    assert_eq!(error.kind(), Kind::Invalid, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     for word in words {
         assert!(error.to_string().contains(word), "{error:?} without {word:?}");
     }
@@ -273,7 +273,10 @@ fn what_is_wanted_must_be_there() {
     assert_eq!(table.search(&wanted(&path, &Form::Whole)).map(|(row, _)| row), Ok(0));
     let absent: Path = "model/none".parse().unwrap();
     let error = table.search(&wanted(&absent, &Form::Whole)).unwrap_err();
-    assert_eq!((error.kind(), error.to_string().contains("model/none")), (Kind::NotFound, true));
+    assert_eq!(
+        (error.kind(), error.to_string().contains("model/none")),
+        (ErrorKind::NotFound, true)
+    );
     let error = |wanted: &Wanted<'_>| table.search(wanted).unwrap_err().to_string();
     let big = area(&[0, 0], &[7, 4]);
     assert!(error(&wanted(&path, &big)).contains("the shape is [6, 4]"));

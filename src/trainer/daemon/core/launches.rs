@@ -7,7 +7,7 @@ use super::{
     fail,
 };
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::daemon::hold::Holds;
 use crate::trainer::daemon::records::LaunchRecord;
 use crate::trainer::protocol::{Failure, MAX_WORLD, Place, Prepare, Resumed};
@@ -19,12 +19,12 @@ fn fenced(place: &Place) -> Failure {
         "launch {} of job {} is over: a newer launch writes for the job",
         place.launch, place.job
     );
-    Failure::new(Kind::Fenced, message, "end this process; its successor has taken over")
+    Failure::new(ErrorKind::Fenced, message, "end this process; its successor has taken over")
 }
 
 impl Core {
     /// Makes segments for a rank, and makes its launch the newest of the job. `is_unmapped` says of a segment that no process maps it;
-    /// `new_id` draws ids. [`Kind::Busy`]: there is no room now.
+    /// `new_id` draws ids. [`ErrorKind::Busy`]: there is no room now.
     pub fn prepare(
         &mut self,
         member: MemberId,
@@ -35,7 +35,7 @@ impl Core {
         let place = &prepare.place;
         check_place(place)?;
         if prepare.segment_bytes <= HEADER_BYTES || prepare.launch_bytes < prepare.segment_bytes {
-            return fail(Kind::Invalid, "the lengths of the segments do not fit together", "");
+            return fail(ErrorKind::Invalid, "the lengths of the segments do not fit together", "");
         }
         self.take_over(prepare)?;
         self.join(member, place)?;
@@ -134,7 +134,7 @@ impl Core {
         });
         if other.is_some() {
             return fail(
-                Kind::Exists,
+                ErrorKind::Exists,
                 format!("rank {} of launch {} has another live process", place.rank, place.launch),
                 "every process of a launch needs a rank of its own",
             );
@@ -143,7 +143,7 @@ impl Core {
             && launch.world != place.world
         {
             return fail(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "rank {} says that the launch has {} ranks, others say {}",
                     place.rank, place.world, launch.world
@@ -162,7 +162,7 @@ impl Core {
             .or_insert_with(|| Member { place: place.clone(), notices: VecDeque::new() });
         if entry.place != *place {
             return fail(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "a process has one rank of one launch",
                 "make a new Checkpointer for another job",
             );
@@ -218,7 +218,7 @@ impl Core {
             state.keys(job, |_, launch, step| launch != newest && !step.phase.is_complete());
         for key in filling {
             let why = Failure::new(
-                Kind::Fenced,
+                ErrorKind::Fenced,
                 format!("step {} was being filled when a newer launch of {job} began", key.step),
                 "end this process; its successor has taken over",
             );
@@ -248,7 +248,7 @@ impl Core {
         }
         for key in job.not_staged_by(&place) {
             let why = Failure::new(
-                Kind::Unavailable,
+                ErrorKind::Unavailable,
                 format!("rank {} {how} before it had staged step {}", place.rank, key.step),
                 "start the job again: it resumes from the newest step that all ranks had staged",
             );
@@ -267,7 +267,7 @@ impl Core {
     pub(super) fn writer(&self, member: MemberId) -> Result<Place, Failure> {
         let Some(found) = self.members.get(&member) else {
             return fail(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "this process has not prepared anything",
                 "call prepare first",
             );
@@ -299,7 +299,7 @@ impl Core {
         let Some(state) = self.jobs.get(&place.job) else { return };
         for key in state.not_staged_by(place) {
             let why = Failure::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!("rank {} loads, and had not staged step {}", place.rank, key.step),
                 "all ranks of a launch must save and load the same steps in the same order",
             );
@@ -370,7 +370,7 @@ impl Core {
         self.effects.push(Effect::KeepJob(job.clone()));
         for key in later {
             let why = Failure::new(
-                Kind::Fenced,
+                ErrorKind::Fenced,
                 format!("step {} was abandoned: a newer launch went on from before it", key.step),
                 "",
             );
@@ -382,7 +382,7 @@ impl Core {
 fn check_place(place: &Place) -> Result<(), Failure> {
     if place.world == 0 || place.world > MAX_WORLD || place.rank >= place.world {
         return fail(
-            Kind::Invalid,
+            ErrorKind::Invalid,
             format!("rank {} of {} ranks", place.rank, place.world),
             format!("a launch has 1 to {MAX_WORLD} ranks, counted from 0"),
         );
@@ -409,6 +409,6 @@ impl Core {
             ByteCount(self.limits.memory_bytes)
         );
         let hint = "raise staging.memory, which has to hold the state of all ranks twice, or give a job's memory back with `rapidraid stage --free JOB`";
-        Failure::new(Kind::Busy, message, hint)
+        Failure::new(ErrorKind::Busy, message, hint)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Core, Effect, LoadAnswer, Phase, StepKey};
 use crate::id::{FillId, Job, SaveId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::Failure;
 
 /// Answers to loads that are kept for each job.
@@ -90,7 +90,7 @@ impl Core {
                     let message = format!("step {}: {name} was damaged in memory", key.step);
                     self.drop_step(
                         &key,
-                        Failure::new(Kind::Corrupt, message, "save the next step"),
+                        Failure::new(ErrorKind::Corrupt, message, "save the next step"),
                     );
                 }
                 None => {}

@@ -2,7 +2,7 @@
 
 use super::{Core, Effect, JobState, Phase, StepKey, Use};
 use crate::id::{Job, SegmentId};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Place};
 
 impl Core {
@@ -183,7 +183,8 @@ impl Core {
             if matches!(step.phase, Phase::Committed { .. }) {
                 self.release_step(&key);
             } else {
-                let why = Failure::new(Kind::Unavailable, "its memory was given back by hand", "");
+                let why =
+                    Failure::new(ErrorKind::Unavailable, "its memory was given back by hand", "");
                 self.drop_step(&key, why);
             }
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{Core, Effect, FillOutcome, Phase, Skipped, StagedStep, StepKey, Use, fail};
 use crate::id::{FillId, MemberId, SaveId, SegmentId, Step};
-use crate::kind::Kind;
+use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Notice, Place, Sample};
 
 /// Dropped fillings that are remembered for each job: more than a folder has segments.
@@ -31,7 +31,7 @@ impl Core {
         let place = self.writer(member)?;
         if self.is_stopping && self.key_of(&place.job, step, place.launch).is_none() {
             return fail(
-                Kind::Unavailable,
+                ErrorKind::Unavailable,
                 "the staging folder was taken away: no step begins any more",
                 "start the staging daemon again; `RemoveIPC=no` keeps systemd-logind from removing the folder",
             );
@@ -39,7 +39,7 @@ impl Core {
         let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
         else {
             return fail(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 "this launch has not prepared anything",
                 "call prepare first",
             );
@@ -153,7 +153,7 @@ impl Core {
         });
         for key in left {
             let why = Failure::new(
-                Kind::Invalid,
+                ErrorKind::Invalid,
                 format!(
                     "rank {} saves step {step} while other ranks save step {}",
                     place.rank, key.step
@@ -222,7 +222,7 @@ impl Core {
         own.retain(|id| self.segments.get(id).is_some_and(|s| s.is_current) && !is_unmapped(*id));
         if own.is_empty() {
             let message = "the segments of this rank are gone: the staging daemon was started anew";
-            return fail(Kind::NotFound, message, "call prepare again");
+            return fail(ErrorKind::NotFound, message, "call prepare again");
         }
         let len_bytes =
             own.iter().filter_map(|id| self.segments.get(id)).map(|s| s.len_bytes).max();
@@ -280,7 +280,7 @@ impl Core {
                 .and_then(|over| over.as_ref().err().cloned());
             return Err(over.unwrap_or_else(|| {
                 Failure::new(
-                    Kind::Unavailable,
+                    ErrorKind::Unavailable,
                     format!("step {step} was dropped while rank {} filled it", place.rank),
                     "save the next step: the staging daemon was started anew meanwhile",
                 )
@@ -344,7 +344,10 @@ impl Core {
         let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
         if self.step(&key).is_some_and(|found| !found.phase.is_complete()) {
             let message = format!("rank {} gave up step {step}: {why}", place.rank);
-            self.drop_step(&key, Failure::new(Kind::Unavailable, message, "save the next step"));
+            self.drop_step(
+                &key,
+                Failure::new(ErrorKind::Unavailable, message, "save the next step"),
+            );
         }
         Ok(())
     }
@@ -416,7 +419,7 @@ impl Core {
             let message = format!("{} after {} s", self.progress_of(&key), limit.as_secs());
             tracing::warn!(job = %key.job, "{message}");
             let hint = "see whether the process is stopped; staging.fill_s is the limit";
-            self.drop_step(&key, Failure::new(Kind::Timeout, message, hint));
+            self.drop_step(&key, Failure::new(ErrorKind::Timeout, message, hint));
         }
     }
 
@@ -472,7 +475,7 @@ impl Core {
 
 fn saved_twice(place: &Place, step: Step) -> Failure {
     Failure::new(
-        Kind::Exists,
+        ErrorKind::Exists,
         format!("step {step} of {} is saved already", place.job),
         "save another step, or remove this one first",
     )

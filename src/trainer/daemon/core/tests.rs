@@ -288,12 +288,12 @@ fn a_newer_launch_fences_the_older_one_and_never_the_other_way_round() {
     world.fill(16, 10).unwrap();
     world.prepare(2, 0, 1).unwrap();
     assert_eq!(world.phase(1, 10), None, "what it was filling is dropped");
-    assert_eq!(world.fill(16, 20).unwrap_err().kind(), Kind::Fenced);
-    assert_eq!(world.prepare(1, 0, 1).unwrap_err().kind(), Kind::Fenced);
+    assert_eq!(world.fill(16, 20).unwrap_err().kind(), ErrorKind::Fenced);
+    assert_eq!(world.prepare(1, 0, 1).unwrap_err().kind(), ErrorKind::Fenced);
     world.prepare(4, 0, 1).unwrap();
     assert_eq!(
         world.prepare(3, 0, 1).unwrap_err().kind(),
-        Kind::Fenced,
+        ErrorKind::Fenced,
         "it is older than the newest"
     );
 }
@@ -373,7 +373,7 @@ fn memory_is_promised_to_a_launch_as_a_whole() {
     assert_eq!(world.prepare(1, 1, 2).unwrap().len(), 1);
     let mut world = World::new(MIB);
     let full = world.prepare(1, 0, 2).unwrap_err();
-    assert_eq!(full.kind(), Kind::Busy);
+    assert_eq!(full.kind(), ErrorKind::Busy);
     assert!(full.hint.contains("staging.memory"));
 }
 
@@ -516,5 +516,5 @@ fn what_a_job_remembers_comes_back() {
     assert!(!again.core.may_restore(&key), "a dropped filling does not come back");
     assert!(again.core.may_restore(&StepKey { fill: FillId([9; 16]), ..key.clone() }));
     assert!(!again.core.may_restore(&StepKey { launch: launch(9), ..key }));
-    assert_eq!(again.prepare(1, 0, 1).unwrap_err().kind(), Kind::Fenced);
+    assert_eq!(again.prepare(1, 0, 1).unwrap_err().kind(), ErrorKind::Fenced);
 }

@@ -114,7 +114,7 @@ fn a_length_out_of_all_reach_does_not_fit() {
             limit_ms: 0,
         };
         let made = world.core.prepare(member(32), &prepare, &|_| true, &mut || SegmentId([9; 16]));
-        assert_eq!(made.unwrap_err().kind(), Kind::Busy);
+        assert_eq!(made.unwrap_err().kind(), ErrorKind::Busy);
     }
     assert!(world.core.used_bytes() <= 64 * MIB);
 }
@@ -154,7 +154,7 @@ fn memory_that_an_upload_or_a_reader_uses_is_not_given_back() {
     let hold = world.core.hold(segment).unwrap().0;
     let key = world.key(1, 10).unwrap();
     world.core.gone(member(16), Ending::Died);
-    world.core.drop_step(&key, Failure::new(Kind::Unavailable, "why", ""));
+    world.core.drop_step(&key, Failure::new(ErrorKind::Unavailable, "why", ""));
     assert!(!world.core.doomed().contains(&segment), "its file would go, and its memory would not");
     drop(hold);
     assert!(world.core.doomed().contains(&segment));
@@ -183,7 +183,7 @@ fn saves_of_a_step_that_is_dropped_are_remembered_until_they_are_settled() {
     world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
     world.core.saving(&key, vec![save(1), save(2)]);
-    world.core.drop_step(&key, Failure::new(Kind::Corrupt, "why", ""));
+    world.core.drop_step(&key, Failure::new(ErrorKind::Corrupt, "why", ""));
     let record = world.core.job_record(&job()).unwrap();
     assert_eq!(record.abandoned, [(Step(10), save(1)), (Step(10), save(2))]);
 }
@@ -215,7 +215,7 @@ fn a_dropped_filling_does_not_come_back_by_its_record() {
     fresh(&mut world, 1, 1);
     let (segment, fill) = world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
-    world.core.drop_step(&key, Failure::new(Kind::Corrupt, "why", ""));
+    world.core.drop_step(&key, Failure::new(ErrorKind::Corrupt, "why", ""));
     let mut again = World::new(64 * MIB);
     again.core.restore_job(world.core.job_record(&job()).unwrap());
     let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };

@@ -144,7 +144,7 @@ impl Node {
             newer = newer.saturating_sub(1);
             match rule.fate(step, newer) {
                 Fate::Stays => {}
-                Fate::Retired => self.expire(catalogue, job, step, &saved, rule, round).await?,
+                Fate::Retired => self.retire(catalogue, job, step, &saved, rule, round).await?,
                 Fate::Archived if memory.archived.contains(&saved.save) => {
                     round.still_archived.insert(saved.save);
                 }
@@ -188,7 +188,7 @@ impl Node {
         Ok(())
     }
 
-    async fn expire(
+    async fn retire(
         &self,
         catalogue: &dyn Catalogue,
         job: &Job,

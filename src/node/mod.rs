@@ -3,41 +3,44 @@
 //! [`Node`] is the logic over traits, so that a cluster of them runs in one process; [`Daemon`] is one on the real machine.
 //! Any node is a gateway: a client may ask any of them for anything.
 
+mod active_saves;
 mod background;
 mod catalogue_server;
+mod context;
 mod daemon;
 mod gateway;
 mod quorum;
 mod rpc;
 mod storage;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use active_saves::ActiveSaves;
+use background::catch_up::CatchingUp;
+use background::registration::Registration;
+use catalogue_server::serving::CatalogueServer;
+use context::{NodeContext, record_of};
+pub use daemon::{Daemon, NodeError};
+use storage::fencing::Fencing;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use catalogue_server::serving::CatalogueServer;
-use gateway::removal::ActiveSaves;
-
-pub use daemon::{Daemon, NodeError};
-
 use crate::budget::Budget;
+use crate::catalogue::CatalogueError;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::remote::RemoteCatalogue;
-use crate::catalogue::{Catalogue, CatalogueError};
 use crate::clock::Clock;
 use crate::config::Policy;
 use crate::entropy::Entropy;
-use crate::format::records::{self as formats, Fence};
-use crate::id::{ClusterId, NodeId, PeerName, SaveId, ShardId};
+use crate::format::records as formats;
+use crate::id::{ClusterId, NodeId, PeerName, SaveId};
 use crate::net::Transport;
 use crate::net::call::Caller;
 use crate::net::pool::Pool;
-use crate::pipeline::coordinator::Coordinator;
 use crate::pipeline::executor::Executor;
 use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
@@ -47,8 +50,6 @@ use crate::workers::Workers;
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// The most nodes that are remembered because they introduced themselves.
 const MAX_INTRODUCED: usize = 4096;
-/// The most tombstones that are kept in memory; older ones are looked up on disk.
-const MAX_CACHED_TOMBSTONES: usize = 65_536;
 
 /// What a node is told about itself.
 #[derive(Debug, Clone)]
@@ -132,33 +133,14 @@ fn save_share_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / 4
 }
 
-fn record_of(settings: &NodeSettings) -> formats::Node {
-    formats::Node {
-        name: settings.name.clone(),
-        address: settings.advertise.clone(),
-        zone: settings.zone.clone(),
-        rack: settings.rack.clone(),
-        storage: settings.storage,
-    }
-}
-
 /// A node.
 pub struct Node {
-    settings: NodeSettings,
-    id: NodeId,
-    store: Store,
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    registration: Arc<Registration>,
     transport: Arc<dyn Transport>,
-    clock: Arc<dyn Clock>,
-    entropy: Arc<dyn Entropy>,
-    workers: Workers,
-    caller: Arc<Caller>,
-    catalogue_server: CatalogueServer,
-    remote: Arc<RemoteCatalogue>,
     budgets: Budgets,
     executor: Executor,
-    fences: Mutex<HashMap<ShardId, Fence>>,
-    tombstones: Mutex<HashMap<SaveId, bool>>,
-    purging: ActiveSaves,
     /// Saves that the collector is at.
     recovering: ActiveSaves,
     /// Removals that it waits for.
@@ -169,7 +151,7 @@ pub struct Node {
     retention: Mutex<background::retention::Retention>,
     retained: Mutex<BTreeMap<SaveId, background::orphan_gc::RetainReason>>,
     outage_reader: gateway::without_catalogue::OutageReader,
-    catching_up: background::catch_up::CatchingUp,
+    catching_up: Arc<CatchingUp>,
     mend_queue: storage::damage::MendQueue,
     damaged_records: storage::examine::DamagedRecords,
     exam_limit: storage::examine::ExamLimit,
@@ -193,7 +175,7 @@ impl Node {
             let (clock, entropy) = (clock.clone(), entropy.clone());
             LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
         };
-        let hosting = CatalogueServer::start(maps, settings.begin_catalogue, seen, &open)?;
+        let catalogue_server = CatalogueServer::start(maps, settings.begin_catalogue, seen, &open)?;
         let remote = Arc::new(RemoteCatalogue::new(
             caller.clone(),
             record_of(&settings),
@@ -218,22 +200,28 @@ impl Node {
         );
         let policy = background::retention::Retention::new(settings.lease);
         let removals = Mutex::new(background::retry::RetrySchedule::new(settings.lease));
-        let node = Arc::new(Self {
+        let context = Arc::new(NodeContext {
             id: NodeId::of(&settings.name),
             settings,
             store,
-            transport,
             clock,
             entropy,
             workers,
             caller,
-            catalogue_server: hosting,
+            catalogue_server,
             remote,
+        });
+        let catching_up = Arc::new(CatchingUp::default());
+        let registration = Arc::new(Registration::new(context.clone(), catching_up.clone()));
+        let fencing = Arc::new(Fencing::new(context.clone(), registration.clone()));
+        let node = Arc::new(Self {
+            context,
+            fencing,
+            registration,
+            catching_up,
+            transport,
             budgets,
             executor: runs,
-            fences: Mutex::default(),
-            tombstones: Mutex::default(),
-            purging: Arc::default(),
             recovering: Arc::default(),
             removal_retries: removals,
             rebuilding: tokio::sync::Mutex::default(),
@@ -241,7 +229,6 @@ impl Node {
             retention: policy,
             retained: Mutex::default(),
             outage_reader: gateway::without_catalogue::OutageReader::default(),
-            catching_up: background::catch_up::CatchingUp::default(),
             mend_queue: storage::damage::MendQueue::default(),
             damaged_records: storage::examine::DamagedRecords::default(),
             exam_limit: storage::examine::ExamLimit::default(),
@@ -289,94 +276,28 @@ impl Node {
 
     /// Its number.
     pub fn id(&self) -> NodeId {
-        self.id
+        self.context.id
     }
 
     /// Its settings.
     pub fn settings(&self) -> &NodeSettings {
-        &self.settings
+        &self.context.settings
     }
 
     /// Its store.
     pub fn store(&self) -> &Store {
-        &self.store
+        &self.context.store
     }
 
     /// Whether it serves the catalogue.
     pub fn serves_catalogue(&self) -> bool {
-        self.local_catalogue().is_some_and(|local| !local.is_read_only())
+        self.context.local_catalogue().is_some_and(|local| !local.is_read_only())
     }
 
     /// Bytes in use of each memory share: zero when nothing runs.
     pub fn memory_in_use(&self) -> [u64; 5] {
         let Budgets { archive, save, restore, control, requests } = &self.budgets;
         [archive, save, restore, control, requests].map(|share| share.used_bytes())
-    }
-
-    fn catalogue(&self) -> Arc<dyn Catalogue> {
-        match self.local_catalogue() {
-            Some(local) => local,
-            None => self.remote.clone(),
-        }
-    }
-
-    /// The catalogue, if it is served here.
-    fn local_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
-        self.catalogue_server.served(&self.store)
-    }
-
-    /// Where this node believes the catalogue to be.
-    fn catalogue_address(&self) -> Option<NodeAddress> {
-        if self.local_catalogue().is_some() {
-            return Some(self.address());
-        }
-        self.remote.server(self.store.epoch())
-    }
-
-    fn address(&self) -> NodeAddress {
-        NodeAddress { name: self.settings.name.clone(), host_port: self.settings.advertise.clone() }
-    }
-
-    fn record(&self) -> formats::Node {
-        record_of(&self.settings)
-    }
-
-    fn coordinator(&self) -> Coordinator {
-        Coordinator {
-            cluster: self.settings.cluster,
-            me: self.id,
-            catalogue: self.catalogue(),
-            caller: self.caller.clone(),
-            clock: self.clock.clone(),
-            entropy: self.entropy.clone(),
-        }
-    }
-
-    /// Runs blocking work on the store off the network's threads.
-    async fn on_store<T, E>(
-        &self,
-        work: impl FnOnce(&Store) -> Result<T, E> + Send + 'static,
-    ) -> Result<T, crate::wire::RemoteError>
-    where
-        T: Send + 'static,
-        E: Into<crate::wire::RemoteError> + Send + 'static,
-    {
-        let store = self.store.clone();
-        self.workers.run(move || work(&store)).await?.map_err(Into::into)
-    }
-
-    fn cached_tombstone(&self, save: SaveId) -> Option<bool> {
-        let cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
-        cache.get(&save).copied()
-    }
-
-    fn cache_tombstone(&self, save: SaveId, is_there: bool) {
-        let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
-        if cache.len() >= MAX_CACHED_TOMBSTONES {
-            cache.clear();
-        }
-        // A tombstone may come between the look at the disk and this: what is buried stays so.
-        *cache.entry(save).or_default() |= is_there;
     }
 }
 

@@ -155,15 +155,16 @@ impl fmt::Display for TooFew {
 impl Node {
     /// Returns the standing of this node, and the nodes on its list.
     pub(super) async fn get_standing(&self) -> Result<StandingAnswer, RemoteError> {
-        self.on_store(|store| {
-            // The list was noted before the revision: it is at least as new as this says.
-            let (epoch, revision) = (store.epoch(), store.list_revision());
-            let nodes = store.members().unwrap_or_default().nodes;
-            let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
-            let (standing, listed) = (store.standing(), listed.collect());
-            Ok::<_, RemoteError>(StandingAnswer { standing, epoch, revision, listed })
-        })
-        .await
+        self.context
+            .on_store(|store| {
+                // The list was noted before the revision: it is at least as new as this says.
+                let (epoch, revision) = (store.epoch(), store.list_revision());
+                let nodes = store.members().unwrap_or_default().nodes;
+                let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
+                let (standing, listed) = (store.standing(), listed.collect());
+                Ok::<_, RemoteError>(StandingAnswer { standing, epoch, revision, listed })
+            })
+            .await
     }
 
     /// Asks `nodes` for their standing. Returns those that answer, in any order.
@@ -174,7 +175,7 @@ impl Node {
         let asks: Vec<_> = nodes
             .iter()
             .map(|node| async move {
-                match self.caller.call(&node_address(node), &GetStanding {}).await {
+                match self.context.caller.call(&node_address(node), &GetStanding {}).await {
                     Ok(answer) => Some((node.clone(), answer)),
                     Err(error) if is_unknown_call(&error) => {
                         Some((node.clone(), unknown_standing()))

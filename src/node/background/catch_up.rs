@@ -13,10 +13,7 @@ use tokio::sync::Notify;
 use super::retry::{backoff, scan_interval};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::map::REVISIONS_PER_EPOCH;
-use crate::catalogue::records::{
-    CHECKPOINTS, NODES, NOTHING_FORGOTTEN, ORPHANS, parse, read, root_key,
-};
+use crate::catalogue::records::{CHECKPOINTS, NOTHING_FORGOTTEN, ORPHANS, parse, read, root_key};
 use crate::format::records::{
     Checkpoint, CommitMark, Node as NodeRecord, Record, RemoveReason, Removing, Saved, ShardRoot,
     Standing, Writing,
@@ -70,16 +67,16 @@ struct LocalMarks {
 impl Node {
     /// Catches up when it has registered, and again whenever that is due.
     pub(in crate::node) async fn run_catch_up(self: Arc<Self>) {
-        if !self.settings.storage {
+        if !self.context.settings.storage {
             return;
         }
-        let look = scan_interval(self.settings.lease);
+        let look = scan_interval(self.context.settings.lease);
         let mut failures = 0;
         loop {
             let wait = backoff(look, failures).clamp(look, LONGEST_WAIT);
             tokio::select! {
                 () = self.catching_up.now.notified() => {}
-                () = self.clock.sleep(wait) => {}
+                () = self.context.clock.sleep(wait) => {}
             }
             if !self.catching_up.is_due.swap(false, Ordering::Relaxed) {
                 continue;
@@ -95,31 +92,6 @@ impl Node {
         }
     }
 
-    /// Compares this node's entry in the list of nodes with its note: a node that was taken off the list has missed commits and removals
-    /// since. A rebuilt map has other entries for all nodes; a node keeps its note then, because a rebuild lists only nodes that were on the
-    /// list.
-    pub(in crate::node) async fn check_registration(&self) -> Result<(), RemoteError> {
-        let noted = self.on_store(|store| Ok::<_, StoreError>(store.caught_up_as())).await?;
-        let Some(noted) = noted else { return Ok(()) };
-        let registered = self.registration().await?;
-        if registered == Some(noted) {
-            return Ok(());
-        }
-        self.catching_up.is_due();
-        let epoch = |revision: u64| revision / REVISIONS_PER_EPOCH;
-        if registered.is_none_or(|registered| epoch(registered) == epoch(noted)) {
-            self.on_store(|store| store.note_behind()).await?;
-            tracing::warn!("this node was off the list of nodes: it catches up anew");
-        }
-        Ok(())
-    }
-
-    /// The revision of this node's entry in the catalogue.
-    async fn registration(&self) -> Result<Option<u64>, RemoteError> {
-        let key = format!("{NODES}{}", self.settings.name);
-        Ok(self.catalogue().get(&key).await?.map(|entry| entry.revision))
-    }
-
     pub(in crate::node) async fn catch_up_for(&self, call: CatchUp) -> Result<(), RemoteError> {
         self.catch_up(call.without.as_ref()).await
     }
@@ -127,13 +99,13 @@ impl Node {
     /// Keys first, then graves: a removal that is forgotten before its key is read has left its graves by then.
     async fn catch_up(&self, without: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.alone.lock().await;
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let epoch = catalogue.epoch();
         let not_registered = || {
-            let text = format!("node {} is not registered", self.settings.name);
+            let text = format!("node {} is not registered", self.context.settings.name);
             remote_error(ErrorKind::Unavailable, text)
         };
-        let registered = self.registration().await?.ok_or_else(not_registered)?;
+        let registered = self.registration.registration().await?.ok_or_else(not_registered)?;
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != without).collect();
         let is_complete =
@@ -143,7 +115,7 @@ impl Node {
             true => None,
             false => Some(self.witnesses(&nodes, epoch).await?),
         };
-        let marked = self.on_store(local_marks).await?;
+        let marked = self.context.on_store(local_marks).await?;
         let committed = self.mark_committed_saves(&*catalogue, epoch, &marked.saves).await?;
         match witnesses {
             Some(witnesses) => {
@@ -157,11 +129,11 @@ impl Node {
                 return Err(remote_error(ErrorKind::Busy, text));
             }
         }
-        if self.registration().await? != Some(registered) {
+        if self.registration.registration().await? != Some(registered) {
             return Err(not_registered());
         }
-        let was = self.store.standing();
-        self.on_store(move |store| store.note_caught_up(epoch, registered)).await?;
+        let was = self.context.store.standing();
+        self.context.on_store(move |store| store.note_caught_up(epoch, registered)).await?;
         if was != Standing::CaughtUp {
             tracing::info!(%epoch, "this node knows what is committed and what was removed");
         }
@@ -216,7 +188,7 @@ impl Node {
             return Ok(());
         };
         let save = saved.save;
-        let mark = CommitMark { cluster: self.settings.cluster, saved, root };
+        let mark = CommitMark { cluster: self.context.settings.cluster, saved, root };
         match self.put_mark(PutMark { bytes: mark.to_bytes()?, epoch }).await {
             // The save was removed meanwhile, or the epoch is over: in that case nothing is noted in the end.
             Err(error) if error.kind == ErrorKind::Fenced => {
@@ -237,7 +209,7 @@ impl Node {
         epoch: Epoch,
     ) -> Result<Vec<(NodeRecord, StandingAnswer)>, RemoteError> {
         let others: Vec<NodeRecord> =
-            nodes.iter().filter(|node| node.name != self.settings.name).cloned().collect();
+            nodes.iter().filter(|node| node.name != self.context.settings.name).cloned().collect();
         let mut answers = self.fetch_standings(&others).await;
         for (node, answer) in &answers {
             let text = match answer {
@@ -251,7 +223,7 @@ impl Node {
             };
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
-        answers.push((self.record(), self.get_standing().await?));
+        answers.push((self.context.record(), self.get_standing().await?));
         answers.retain(|(node, _)| node.storage);
         Ok(answers)
     }
@@ -267,7 +239,7 @@ impl Node {
     ) -> Result<Vec<(NodeRecord, StandingAnswer)>, RemoteError> {
         let mut told: Vec<NodeRecord> = Vec::new();
         for (node, _) in witnesses {
-            if node.name == self.settings.name {
+            if node.name == self.context.settings.name {
                 continue;
             }
             match self.copy_removed_saves(node, epoch, committed).await {
@@ -294,7 +266,7 @@ impl Node {
         codes: &BTreeSet<(u8, u8)>,
     ) -> Result<(), RemoteError> {
         let mut quorum = Quorum::of_list(nodes, heard);
-        quorum.bound(codes.iter().chain(&self.settings.codes).copied());
+        quorum.bound(codes.iter().chain(&self.context.settings.codes).copied());
         let is_heard = |name: &PeerName| heard.iter().any(|(node, _)| node.name == *name);
         let is_all = nodes.iter().all(|node| !node.storage || is_heard(&node.name));
         match quorum.check(is_heard) {
@@ -314,8 +286,11 @@ impl Node {
         let mut after = None;
         loop {
             let to = address(&node_address(node));
-            let mut page =
-                self.caller.call_within(&to, &ListRemovedSaves { after }, PAGE_LIMIT).await?;
+            let mut page = self
+                .context
+                .caller
+                .call_within(&to, &ListRemovedSaves { after }, PAGE_LIMIT)
+                .await?;
             // A page goes on behind the one before; anything else would never end.
             let last = page.last().copied().filter(|last| after.is_none_or(|after| *last > after));
             let Some(last) = last else { return Ok(()) };
@@ -332,8 +307,8 @@ impl Node {
         epoch: Epoch,
     ) -> Result<(), RemoteError> {
         let removed = saves.clone();
-        self.on_store(move |store| store.record_all_removed(epoch, removed)).await?;
-        saves.into_iter().for_each(|save| self.cache_tombstone(save, true));
+        self.context.on_store(move |store| store.record_all_removed(epoch, removed)).await?;
+        saves.into_iter().for_each(|save| self.fencing.cache_tombstone(save, true));
         Ok(())
     }
 
@@ -341,11 +316,13 @@ impl Node {
         &self,
         call: ListRemovedSaves,
     ) -> Result<Vec<SaveId>, RemoteError> {
-        self.on_store(move |store| local_removed_saves(store, call.after, REMOVED_PER_PAGE)).await
+        self.context
+            .on_store(move |store| local_removed_saves(store, call.after, REMOVED_PER_PAGE))
+            .await
     }
 
     pub(in crate::node) async fn list_damaged_marks(&self) -> Result<Vec<SaveId>, RemoteError> {
-        let damaged = self.on_store(inventory::find_damaged_marks).await?;
+        let damaged = self.context.on_store(inventory::find_damaged_marks).await?;
         if !damaged.is_empty() {
             tracing::warn!(
                 saves = damaged.len(),

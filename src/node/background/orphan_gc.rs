@@ -81,11 +81,11 @@ impl Node {
     pub(in crate::node) async fn run_orphan_gc(self: Arc<Self>) {
         let (mut compared, mut strays) = (InventoryCursor::default(), StrayKeyScan::default());
         loop {
-            self.clock.sleep(self.settings.lease).await;
+            self.context.clock.sleep(self.context.settings.lease).await;
             if !self.serves_catalogue() {
                 continue;
             }
-            let catalogue = self.catalogue();
+            let catalogue = self.context.catalogue();
             if let Err(error) = self.forget_stray_keys(&*catalogue, &mut strays).await {
                 tracing::warn!(%error, "taking away keys that no step has");
             }
@@ -139,7 +139,7 @@ impl Node {
             }
             compared.nodes.insert(node.name.clone(), *revision);
         }
-        let now = self.clock.now();
+        let now = self.context.clock.now();
         let due = compared.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
         let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
         for save in due {
@@ -164,7 +164,8 @@ impl Node {
                     }
                     let unknown = compared.waiting.entry(save).or_default();
                     unknown.looks = unknown.looks.saturating_add(1);
-                    unknown.due = now.saturating_add(backoff(self.settings.lease, unknown.looks));
+                    unknown.due =
+                        now.saturating_add(backoff(self.context.settings.lease, unknown.looks));
                 }
             }
         }
@@ -205,7 +206,7 @@ impl Node {
     async fn judge_orphan(&self, storage: &[NodeRecord], save: SaveId) -> OrphanVerdict {
         for node in storage {
             let call = FindRemovedSaves { saves: vec![save] };
-            let buried = self.caller.call(&node_address(node), &call).await;
+            let buried = self.context.caller.call(&node_address(node), &call).await;
             if buried.is_ok_and(|buried| !buried.is_empty()) {
                 return OrphanVerdict::Goes(RemoveReason::Deleted);
             }

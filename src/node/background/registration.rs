@@ -8,17 +8,21 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 
+use super::catch_up::CatchingUp;
 use super::retry::{backoff, renewal_interval, scan_interval};
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::local::LocalCatalogue;
+use crate::catalogue::map::REVISIONS_PER_EPOCH;
 use crate::catalogue::records::{ARCHIVINGS, Archiving, NODES, parse, parse_archiving_key};
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::id::{DbId, LeaseId};
 use crate::kind::ErrorKind;
 use crate::net::{Peer, Role};
 use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::context::NodeContext;
 use crate::node::rpc::failure::remote_error;
 use crate::node::{MAX_INTRODUCED, Node};
+use crate::store::StoreError;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     CompareAndSetAnswer, CompareAndSetKey, GetKey, Hello, HelloAnswer, ListKeys, NodeStatusAnswer,
@@ -38,6 +42,53 @@ struct Observed {
     at: Duration,
 }
 
+/// Registers this node, and notices when its entry in the catalogue is not the one that it has caught up as.
+pub(in crate::node) struct Registration {
+    context: Arc<NodeContext>,
+    catching_up: Arc<CatchingUp>,
+}
+
+impl Registration {
+    /// Creates the service. It asks `catching_up` for another round when the node was off the list.
+    pub(in crate::node) fn new(context: Arc<NodeContext>, catching_up: Arc<CatchingUp>) -> Self {
+        Self { context, catching_up }
+    }
+
+    /// Registers, and finds out whether this node was off the list before.
+    pub(in crate::node) async fn register_here(&self) -> Result<RegisterAnswer, RemoteError> {
+        self.check_registration().await?;
+        let answer = self.context.catalogue().register(&self.context.record()).await?;
+        self.check_registration().await?;
+        Ok(answer)
+    }
+
+    /// Compares this node's entry in the list of nodes with its note: a node that was taken off the list has missed commits and removals
+    /// since. A rebuilt map has other entries for all nodes; a node keeps its note then, because a rebuild lists only nodes that were on the
+    /// list.
+    pub(in crate::node) async fn check_registration(&self) -> Result<(), RemoteError> {
+        let noted =
+            self.context.on_store(|store| Ok::<_, StoreError>(store.caught_up_as())).await?;
+        let Some(noted) = noted else { return Ok(()) };
+        let registered = self.registration().await?;
+        if registered == Some(noted) {
+            return Ok(());
+        }
+        self.catching_up.is_due();
+        let epoch = |revision: u64| revision / REVISIONS_PER_EPOCH;
+        if registered.is_none_or(|registered| epoch(registered) == epoch(noted)) {
+            self.context.on_store(|store| store.note_behind()).await?;
+            tracing::warn!("this node was off the list of nodes: it catches up anew");
+        }
+        Ok(())
+    }
+
+    /// The revision of this node's entry in the catalogue.
+    pub(in crate::node) async fn registration(&self) -> Result<Option<u64>, RemoteError> {
+        let key = format!("{NODES}{}", self.context.settings.name);
+        Ok(self.context.catalogue().get(&key).await?.map(|entry| entry.revision))
+    }
+}
+
 impl Node {
     pub(in crate::node) async fn hello(
         &self,
@@ -47,26 +98,26 @@ impl Node {
         if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
         {
             // Who has noted an epoch without its home may know nobody else to ask.
-            self.remote.add_endpoints([node_address(&node)]);
+            self.context.remote.add_endpoints([node_address(&node)]);
             let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             if met.len() < MAX_INTRODUCED || met.contains_key(&node.name) {
                 met.insert(node.name.clone(), node);
             }
         }
         Ok(HelloAnswer {
-            cluster: self.settings.cluster,
-            node: self.settings.name.clone(),
-            epoch: self.store.epoch(),
-            map: self.store.last_db_id(),
-            revision: self.store.revision(),
-            catalogue: self.catalogue_address(),
+            cluster: self.context.settings.cluster,
+            node: self.context.settings.name.clone(),
+            epoch: self.context.store.epoch(),
+            map: self.context.store.last_db_id(),
+            revision: self.context.store.revision(),
+            catalogue: self.context.catalogue_address(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         })
     }
 
     pub(in crate::node) async fn get_node_status(&self) -> Result<NodeStatusAnswer, RemoteError> {
-        let totals = self.store.totals();
-        let space = self.store.space()?;
+        let totals = self.context.store.totals();
+        let space = self.context.store.space()?;
         let budgets = [
             ("archive", &self.budgets.archive),
             ("save", &self.budgets.save),
@@ -88,7 +139,7 @@ impl Node {
                 .to_vec(),
             peak_memory_bytes: crate::clock::peak_memory_bytes(),
             segmentation_offload: self.segmentation_offload,
-            catalogue: self.local_catalogue().is_some(),
+            catalogue: self.context.local_catalogue().is_some(),
             notes,
         })
     }
@@ -100,30 +151,36 @@ impl Node {
         let mut last = None;
         let mut members = None;
         loop {
-            let mut lease = self.settings.lease;
+            let mut lease = self.context.settings.lease;
             let registered = match self.may_be_unregistered(last) {
-                true => self.register_here().await,
-                false => self.catalogue().register(&self.record()).await.map_err(RemoteError::from),
+                true => self.registration.register_here().await,
+                false => self
+                    .context
+                    .catalogue()
+                    .register(&self.context.record())
+                    .await
+                    .map_err(RemoteError::from),
             };
             // A home that hears too few nodes registers none, and answers readers all the same.
-            let key = format!("{NODES}{}", self.settings.name);
-            let answers = registered.is_ok() || self.catalogue().get(&key).await.is_ok();
+            let key = format!("{NODES}{}", self.context.settings.name);
+            let answers = registered.is_ok() || self.context.catalogue().get(&key).await.is_ok();
             self.outage_reader.set_answering(answers);
             match registered {
                 Ok(answer) => {
                     if last.is_some_and(|(_, map)| map != answer.map)
-                        && let Err(error) = self.check_registration().await
+                        && let Err(error) = self.registration.check_registration().await
                     {
                         tracing::info!(%error, "this node's entry in the new catalogue was not read");
                     }
-                    last = Some((self.clock.now(), answer.map));
+                    last = Some((self.context.clock.now(), answer.map));
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
-                    let noted =
-                        self.on_store(move |store| store.note_db_id(answer.epoch, answer.map));
+                    let noted = self
+                        .context
+                        .on_store(move |store| store.note_db_id(answer.epoch, answer.map));
                     match noted.await {
                         Ok(()) => {
-                            self.catalogue_server.step_down();
-                            self.remote.set_expected_epoch(answer.epoch, Some(answer.map));
+                            self.context.catalogue_server.step_down();
+                            self.context.remote.set_expected_epoch(answer.epoch, Some(answer.map));
                             // The list is stored before the revision, so that it is never older than the revision that this node reports.
                             if members != Some((answer.map, answer.members)) {
                                 match self.remember_members().await {
@@ -134,7 +191,7 @@ impl Node {
                                 }
                             }
                             if members == Some((answer.map, answer.members)) {
-                                let noted = self.on_store(move |store| {
+                                let noted = self.context.on_store(move |store| {
                                     store.note_revision(answer.map, answer.revision)
                                 });
                                 if let Err(error) = noted.await {
@@ -148,7 +205,7 @@ impl Node {
                     }
                     if !told {
                         self.has_returned.store(true, Ordering::Relaxed);
-                        tracing::info!(node = %self.settings.name, epoch = %answer.epoch, "registered");
+                        tracing::info!(node = %self.context.settings.name, epoch = %answer.epoch, "registered");
                     }
                     if !has_registered {
                         self.catching_up.is_due();
@@ -162,34 +219,28 @@ impl Node {
                 }
             }
             self.executor.release_unused();
-            self.clock.sleep(renewal_interval(lease).max(LEAST_RENEWAL)).await;
+            self.context.clock.sleep(renewal_interval(lease).max(LEAST_RENEWAL)).await;
         }
     }
 
     /// Whether somebody may have taken this node off the list since its `last` registration: only a node whose lease is over leaves it.
     fn may_be_unregistered(&self, last: Option<(Duration, DbId)>) -> bool {
-        let is_safe = |(at, _): (Duration, DbId)| self.clock.now() < at + self.settings.lease / 2;
+        let is_safe = |(at, _): (Duration, DbId)| {
+            self.context.clock.now() < at + self.context.settings.lease / 2
+        };
         !last.is_some_and(is_safe)
     }
 
     /// Tells some of the others who this node is. They read the list of nodes seconds later, and the catalogue may be gone by then.
     async fn introduce_itself(self: Arc<Self>) {
-        let Ok(nodes) = self.catalogue().nodes().await else { return };
+        let Ok(nodes) = self.context.catalogue().nodes().await else { return };
         let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
         // Each node tells those that follow it, so that the work is shared evenly.
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        let behind = nodes.iter().position(|node| node.name > self.settings.name);
+        let behind = nodes.iter().position(|node| node.name > self.context.settings.name);
         nodes.rotate_left(behind.unwrap_or_default());
         nodes.truncate(INTRODUCED);
         self.hello_all(&nodes).await;
-    }
-
-    /// Registers, and finds out whether this node was off the list before.
-    pub(in crate::node) async fn register_here(&self) -> Result<RegisterAnswer, RemoteError> {
-        self.check_registration().await?;
-        let answer = self.catalogue().register(&self.record()).await?;
-        self.check_registration().await?;
-        Ok(answer)
     }
 
     /// Looks for work that others left, again and again.
@@ -197,7 +248,7 @@ impl Node {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
         let mut met = HashMap::new();
         loop {
-            self.clock.sleep(scan_interval(self.settings.lease)).await;
+            self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
             match self.take_over(&slots, &met).await {
                 Ok(now_met) => met = now_met,
                 Err(error) => {
@@ -214,7 +265,7 @@ impl Node {
         slots: &Arc<Semaphore>,
         met: &HashMap<String, Observed>,
     ) -> Result<HashMap<String, Observed>, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let mut now_met = HashMap::new();
         let mut wishes = KeyScan::over(&*catalogue, ARCHIVINGS);
         while let Some((key, entry)) = wishes.next().await? {
@@ -223,18 +274,18 @@ impl Node {
             if catalogue.lease_touch(archiving.lease, false).await? {
                 continue;
             }
-            let now = self.clock.now();
+            let now = self.context.clock.now();
             let revision = entry.revision;
             let earlier = met.get(&key).filter(|met| met.revision == revision);
             let at = earlier.map_or(now, |met| met.at);
             now_met.insert(key, Observed { revision, at });
             // Who died at it is no failure.
             let failures = archiving.waiting.as_ref().map_or(0, |_| archiving.failures);
-            if now < at.saturating_add(backoff(self.settings.lease, failures)) {
+            if now < at.saturating_add(backoff(self.context.settings.lease, failures)) {
                 continue;
             }
             let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
-            let coordinator = self.coordinator();
+            let coordinator = self.context.coordinator();
             self.spawn(|_| async move {
                 // Nobody watches this one: its events go nowhere.
                 let (events, _) = mpsc::channel(1);
@@ -252,7 +303,7 @@ impl Node {
     }
 
     pub(in crate::node) fn served_catalogue(&self) -> Result<Arc<LocalCatalogue>, RemoteError> {
-        self.local_catalogue().ok_or_else(|| {
+        self.context.local_catalogue().ok_or_else(|| {
             remote_error(ErrorKind::Unavailable, "this node does not host the catalogue")
         })
     }

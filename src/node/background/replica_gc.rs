@@ -47,13 +47,15 @@ impl Node {
     pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
         let (mut cursor, mut by) = (GcCursor::default(), ReferencedBy::Nothing);
         loop {
-            self.clock.sleep(self.settings.lease).await;
+            self.context.clock.sleep(self.context.settings.lease).await;
             self.empty_slots().await;
             if self.has_returned.swap(false, Ordering::Relaxed) {
                 (cursor, by) = (GcCursor::default(), ReferencedBy::Nothing);
             }
-            let found =
-                self.on_store(move |store| unreferenced(store, by, cursor, LOOKED_AT)).await;
+            let found = self
+                .context
+                .on_store(move |store| unreferenced(store, by, cursor, LOOKED_AT))
+                .await;
             let (stripes, next) = match found {
                 Ok(found) => found,
                 Err(error) => {
@@ -76,7 +78,7 @@ impl Node {
     /// Drops what is not needed of these stripes, which are of one shard.
     async fn drop_unreferenced(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let Some((state, _)) = read::<ShardState>(&*catalogue, &state_key(shard)).await? else {
             return Ok(());
         };
@@ -88,7 +90,7 @@ impl Node {
                 continue;
             };
             let by = ReferencedBy::Attempt(attempt);
-            if !self.on_store(move |store| is_unreferenced(store, stripe, by)).await? {
+            if !self.context.on_store(move |store| is_unreferenced(store, stripe, by)).await? {
                 continue;
             }
             // What keeps one is no reason to keep the others.
@@ -131,21 +133,23 @@ impl Node {
         let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
         let scope = RecordScope::Stripe(stripe);
         let here = name.clone();
-        if self.on_store(move |store| store.get_record_file(scope, &here)).await?.is_some() {
+        if self.context.on_store(move |store| store.get_record_file(scope, &here)).await?.is_some()
+        {
             return Ok(false);
         }
         let root = read::<ShardRoot>(catalogue, &root_key(save, shard.index())).await?;
         let Some((root, _)) = root else { return Ok(false) };
         let receipt =
-            self.coordinator().find_complete_receipt(&root, stripe.index, attempt).await?;
+            self.context.coordinator().find_complete_receipt(&root, stripe.index, attempt).await?;
         let Some(receipt) = receipt else { return Ok(false) };
         let bytes = receipt.to_bytes()?;
-        self.on_store(move |store| {
-            trace_point(TracePoint::Receipt, stripe);
-            store.put_record_file(scope, &name, &bytes)
-        })
-        .await?;
-        self.ensure_not_removed(save).await?;
+        self.context
+            .on_store(move |store| {
+                trace_point(TracePoint::Receipt, stripe);
+                store.put_record_file(scope, &name, &bytes)
+            })
+            .await?;
+        self.fencing.ensure_not_removed(save).await?;
         Ok(true)
     }
 }

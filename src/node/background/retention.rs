@@ -100,11 +100,11 @@ impl Node {
         survey: &RetentionState,
         memory: &mut RetentionCache,
     ) -> Result<Vec<SaveId>, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let wishes = list_open_requests(&*catalogue).await?;
         let mut round = Round::default();
         for (job, count) in &survey.committed {
-            let rule = self.settings.policy.of(job);
+            let rule = self.context.settings.policy.of(job);
             if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
                 self.scan_steps(&*catalogue, (job, *count, rule), &wishes, memory, &mut round)
                     .await?;
@@ -152,7 +152,8 @@ impl Node {
                     round.to_archive += 1;
                     let passed = |(j, s): &(Job, Step)| (job, step) <= (j, *s);
                     let is_new = !memory.cursor.as_ref().is_some_and(passed);
-                    let is_due = self.retention().waits.is_due(saved.save, self.clock.now());
+                    let is_due =
+                        self.retention().waits.is_due(saved.save, self.context.clock.now());
                     let is_asked = wishes.iter().any(|(j, s, _)| (j, *s) == (job, step));
                     if is_new && is_due && !is_asked && round.next.is_none() {
                         self.look_at_step(catalogue, (job, step, saved.save), round).await?;
@@ -220,15 +221,15 @@ impl Node {
 
     /// The wish is recorded as a client's is, so that another daemon goes on with it when this one vanishes.
     fn archive_by_policy(self: &Arc<Self>, job: Job, step: Step, save: SaveId) -> JoinHandle<()> {
-        let archive_all_but = self.settings.policy.of(&job).archive_all_but;
+        let archive_all_but = self.context.settings.policy.of(&job).archive_all_but;
         tracing::info!(%job, %step, %save, archive_all_but, "archived by the policy: enough newer steps are committed");
-        let coordinator = self.coordinator();
+        let coordinator = self.context.coordinator();
         self.spawn(|node| async move {
             // Nobody watches this one: its events go nowhere.
             let (events, _) = mpsc::channel(1);
             let archived = coordinator.archive(&job, step, OPTIONS, &events).await;
             let left = match archived {
-                Ok(()) => match is_archived(&*node.catalogue(), save).await {
+                Ok(()) => match is_archived(&*node.context.catalogue(), save).await {
                     Ok(true) => None,
                     Ok(false) => Some("nodes that are away still have replicas of it".to_owned()),
                     Err(error) => Some(error.to_string()),
@@ -243,7 +244,7 @@ impl Node {
                 }
                 Some(why) => {
                     tracing::warn!(%job, %step, why, "the policy's archiving goes on later");
-                    waits.failed(save, (&job, step), node.clock.now(), why);
+                    waits.failed(save, (&job, step), node.context.clock.now(), why);
                 }
             }
         })
@@ -292,7 +293,7 @@ impl Node {
             keep_newest: rule.keep_newest,
             keep_every: rule.keep_every,
         };
-        let policy = &self.settings.policy;
+        let policy = &self.context.settings.policy;
         let single = policy.jobs.iter().map(|(job, of_job)| rule(Some(job), of_job));
         let rules = std::iter::once(rule(None, &policy.rule)).chain(single).collect();
         Ok(PolicyAnswer { rules, ..self.retention().answer.clone() })

@@ -19,7 +19,8 @@ use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkp
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::node::Node;
-use crate::node::gateway::removal::{ActiveSave, RemovalOutcome};
+use crate::node::active_saves::ActiveSave;
+use crate::node::gateway::removal::RemovalOutcome;
 use crate::wire::RemoteError;
 
 /// Decided saves and removals that this daemon goes on with at once.
@@ -46,7 +47,7 @@ impl Node {
         let mut collector = RecoveryState { since: HashMap::new(), slots };
         let mut looked = RetentionCache::default();
         for number in (1..=SCANS_PER_LEASE).cycle() {
-            self.clock.sleep(scan_interval(self.settings.lease)).await;
+            self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
             if !self.serves_catalogue() {
                 continue;
             }
@@ -74,7 +75,7 @@ impl Node {
         self: &Arc<Self>,
         collector: &mut RecoveryState,
     ) -> Result<RetentionState, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let (mut survey, mut since) = (RetentionState::default(), HashMap::new());
         let mut note = |save: SaveId, at: Duration| {
             since.insert(save, at);
@@ -83,13 +84,13 @@ impl Node {
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
-            let now = self.clock.now();
+            let now = self.context.clock.now();
             let seen = |save| collector.since.get(&save).copied().unwrap_or(now);
             for entry in checkpoint.removing {
                 survey.removing += 1;
                 note(entry.save, seen(entry.save));
                 let is_due = self.removals().is_due(entry.save, now);
-                if is_due && collector.is_unattended(entry.save, now, self.settings.lease) {
+                if is_due && collector.is_unattended(entry.save, now, self.context.settings.lease) {
                     self.resume_removal(&collector.slots, &job, step, entry);
                 }
             }
@@ -105,7 +106,8 @@ impl Node {
                     }
                 }
                 Some(Writing::Decided { saved }) => {
-                    let is_left = collector.is_unattended(saved.save, now, self.settings.lease);
+                    let is_left =
+                        collector.is_unattended(saved.save, now, self.context.settings.lease);
                     let is_tried =
                         is_left && self.resume_publishing(&collector.slots, &job, step, &saved);
                     note(saved.save, if is_tried { now } else { seen(saved.save) });
@@ -147,7 +149,7 @@ impl Node {
                 Err(error) => error.to_string(),
             };
             tracing::info!(%job, %step, why, "a removal goes on later");
-            node.removals().failed(entry.save, (&job, step), node.clock.now(), why);
+            node.removals().failed(entry.save, (&job, step), node.context.clock.now(), why);
         });
     }
 

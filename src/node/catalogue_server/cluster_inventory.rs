@@ -142,7 +142,7 @@ impl Node {
         while source.page.is_empty() && !source.is_done {
             let call = ListInventory { after: source.next, only: None };
             let to = address(&node_address(&source.node));
-            let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
+            let page = self.context.caller.call_within(&to, &call, PAGE_LIMIT).await?;
             source.is_done = page.next.is_none();
             source.next = page.next;
             source.page = page.shards.into();
@@ -161,7 +161,7 @@ impl Node {
         for source in sources {
             let node = NodeId::of(&source.node.name);
             while let Some(held) = source.page.pop_front_if(|held| held.shard.save() == save) {
-                evidence.add(self.settings.cluster, node, &held);
+                evidence.add(self.context.settings.cluster, node, &held);
                 self.fetch_page(source).await?;
             }
         }
@@ -169,7 +169,8 @@ impl Node {
         if evidence.is_marked() || evidence.doubts().is_some() {
             let asks = asked.iter().map(|node| async move {
                 let to = address(&node_address(node));
-                self.caller
+                self.context
+                    .caller
                     .call_within(&to, &FindRemovedSaves { saves: vec![save] }, PAGE_LIMIT)
                     .await
             });
@@ -191,7 +192,7 @@ impl Node {
         loop {
             let call = ListInventory { after, only: Some(save) };
             let to = address(&node_address(node));
-            let page = self.caller.call_within(&to, &call, PAGE_LIMIT).await?;
+            let page = self.context.caller.call_within(&to, &call, PAGE_LIMIT).await?;
             page.shards.iter().for_each(&mut read);
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) => after = Some(next),
@@ -209,7 +210,7 @@ impl Node {
         loop {
             let to = address(&node_address(node));
             let page = ListInventory { after, only: None };
-            let page = self.caller.call_within(&to, &page, PAGE_LIMIT).await?;
+            let page = self.context.caller.call_within(&to, &page, PAGE_LIMIT).await?;
             saves.extend(page.shards.iter().map(|held| held.shard.save()));
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) => after = Some(next),

@@ -44,17 +44,17 @@ impl Node {
 
     async fn store_claim(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
-        self.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
-        self.remote.set_expected_epoch(call.epoch, Some(call.map));
-        self.remote.add_endpoints([call.home.clone()]);
-        self.remote.set_server(call.epoch, call.home);
+        self.context.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
+        self.context.remote.set_expected_epoch(call.epoch, Some(call.map));
+        self.context.remote.add_endpoints([call.home.clone()]);
+        self.context.remote.set_server(call.epoch, call.home);
         // Whoever reads asks the new home first.
         self.outage_reader.set_answering(true);
         Ok(())
     }
 
     pub(in crate::node) async fn list_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
-        let mut nodes = self.on_store(|store| store.members()).await?.nodes;
+        let mut nodes = self.context.on_store(|store| store.members()).await?.nodes;
         let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, node) in met.iter() {
             if !nodes.iter().any(|known| known.name == *name) {
@@ -88,9 +88,12 @@ impl Node {
     }
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
-        if self.catalogue().nodes().await.is_ok() {
+        if self.context.catalogue().nodes().await.is_ok() {
             // Who has just answered, though it may not have told this node its newest epoch yet.
-            let home = self.catalogue_address().or_else(|| self.remote.server(Epoch::default()));
+            let home = self
+                .context
+                .catalogue_address()
+                .or_else(|| self.context.remote.server(Epoch::default()));
             let home =
                 home.map_or_else(|| "another daemon".to_owned(), |home| home.name.to_string());
             let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
@@ -98,7 +101,7 @@ impl Node {
         }
         let (members, heard) = self.gather_members().await?;
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
-        let epoch = latest.max(self.store.epoch()).next();
+        let epoch = latest.max(self.context.store.epoch()).next();
         let generation = Generation { epoch, counter: 0 };
         let reached = former_members(heard);
         refuse_without_storage(&members)?;
@@ -110,7 +113,7 @@ impl Node {
 
         // Where there is no room for a map nothing is claimed for it.
         let fresh = self.fresh_db().await?;
-        let map = DbId(self.entropy.id());
+        let map = DbId(self.context.entropy.id());
         let claimed = self.claim_epoch_on_nodes(&reached, epoch, map).await?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
         // Again, now that nothing of an older epoch is taken any more.
@@ -128,7 +131,7 @@ impl Node {
         let needed = majority(listed.len());
         let mut answer = RebuildAnswer {
             epoch,
-            home: self.settings.name.to_string(),
+            home: self.context.settings.name.to_string(),
             reached: sources.iter().map(|node| node.name.clone()).collect(),
             missing: not_reached(&members, &claimed).map(|node| node.name.clone()).collect(),
             orphans: u32::try_from(census.to_remove()).unwrap_or(u32::MAX),
@@ -167,15 +170,15 @@ impl Node {
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
         trace_point(TracePoint::Map, epoch);
-        self.catalogue_server.serve(self.open_db(writer.finish(epoch, map)?, epoch).await?);
+        self.context.catalogue_server.serve(self.open_db(writer.finish(epoch, map)?, epoch).await?);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
     }
 
     /// An empty map; what was in its place lies aside.
     pub(in crate::node) async fn fresh_db(&self) -> Result<Arc<dyn Kv>, RemoteError> {
-        let maps = self.catalogue_server.maps().clone();
-        let fresh = self.workers.run(move || maps.fresh()).await?;
+        let maps = self.context.catalogue_server.maps().clone();
+        let fresh = self.context.workers.run(move || maps.fresh()).await?;
         fresh.map_err(|error| remote_error(ErrorKind::Io, format!("the new map: {error}")))
     }
 
@@ -185,10 +188,10 @@ impl Node {
         kv: Arc<dyn Kv>,
         epoch: Epoch,
     ) -> Result<Arc<LocalCatalogue>, RemoteError> {
-        let (clock, entropy) = (self.clock.clone(), self.entropy.clone());
-        let (workers, lease) = (self.workers.clone(), self.settings.lease);
+        let (clock, entropy) = (self.context.clock.clone(), self.context.entropy.clone());
+        let (workers, lease) = (self.context.workers.clone(), self.context.settings.lease);
         let open = move || LocalCatalogue::open(kv, clock, entropy, &workers, lease, epoch);
-        Ok(Arc::new(self.workers.run(open).await??))
+        Ok(Arc::new(self.context.workers.run(open).await??))
     }
 
     /// All nodes that any reached node has heard of, and what those say that answer.
@@ -203,7 +206,7 @@ impl Node {
             }
             known.len() > before
         };
-        add(vec![self.record()], &mut known);
+        add(vec![self.context.record()], &mut known);
         add(self.list_members().await?, &mut known);
         let mut reached = Vec::new();
         for _ in 0..MEMBER_ROUNDS {
@@ -211,7 +214,7 @@ impl Node {
             reached = self.hello_all(&nodes).await;
             let asks = reached.iter().map(|(node, _)| async {
                 let to = node_address(node);
-                self.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
+                self.context.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
             });
             let found: Vec<NodeRecord> = join_all(asks).await.into_iter().flatten().collect();
             if !add(found, &mut known) {
@@ -228,12 +231,12 @@ impl Node {
         epoch: Epoch,
         map: DbId,
     ) -> Result<Vec<NodeRecord>, RemoteError> {
-        let call = ClaimEpoch { epoch, map, home: self.address() };
+        let call = ClaimEpoch { epoch, map, home: self.context.address() };
         // This node first: whoever cannot claim here claims nowhere.
         self.store_claim(call.clone()).await?;
         let asks = reached.iter().map(|node| {
             let call = &call;
-            async move { (node, self.caller.call(&node_address(node), call).await) }
+            async move { (node, self.context.caller.call(&node_address(node), call).await) }
         });
         let mut claimed = Vec::new();
         for (node, answer) in join_all(asks).await {
@@ -261,7 +264,7 @@ impl Node {
             committed.shards.iter().flat_map(|shard| &shard.marked).copied().collect();
         for shard in &committed.shards {
             let mark = CommitMark {
-                cluster: self.settings.cluster,
+                cluster: self.context.settings.cluster,
                 saved: committed.saved.clone(),
                 root: shard.root.clone(),
             };
@@ -275,7 +278,7 @@ impl Node {
             let puts = missing.map(|source| {
                 let call = &call;
                 async move {
-                    let put = self.caller.call(&node_address(source), call).await;
+                    let put = self.context.caller.call(&node_address(source), call).await;
                     if let Err(error) = &put {
                         tracing::info!(node = %source.name, %error, "not marked again");
                     }
@@ -301,7 +304,7 @@ impl Node {
             return Ok(());
         }
         let mut quorum = Quorum::new(members, standings);
-        quorum.bound(census.codes().chain(self.settings.codes.iter().copied()));
+        quorum.bound(census.codes().chain(self.context.settings.codes.iter().copied()));
         let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
         quorum.check(is_reached).map_err(|too_few| {
             remote_error(ErrorKind::Unavailable, format!("{too_few}; or use --accept-loss"))
@@ -371,8 +374,8 @@ impl Node {
         if let Some(code) = unfinished {
             // A wish whose lease nobody keeps: a daemon takes it over when it is over.
             let wish = Archiving {
-                node: self.id,
-                lease: LeaseId(self.entropy.id()),
+                node: self.context.id,
+                lease: LeaseId(self.context.entropy.id()),
                 save: saved.save,
                 options: options_for(code),
                 failures: 0,

@@ -31,7 +31,7 @@ const NAMED: usize = 8;
 impl Node {
     /// Takes a member off the list. Refused while it is live, and while a checkpoint may lie on it.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
-        let (catalogue, name) = (self.catalogue(), call.name);
+        let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");
         loop {
             let Some(entry) = catalogue.get(&key).await? else {
@@ -74,7 +74,7 @@ impl Node {
             .iter()
             .map(|node| async {
                 let to = address(&node_address(node));
-                let caught_up = self.caller.call_within(&to, &call, CATCH_UP_LIMIT).await;
+                let caught_up = self.context.caller.call_within(&to, &call, CATCH_UP_LIMIT).await;
                 caught_up.map_err(|error| format!("{}: {error}", node.name))
             })
             .collect();

@@ -195,12 +195,12 @@ impl Node {
     pub(in crate::node) async fn run_catalogue_server(self: Arc<Self>) {
         let mut missed = 0;
         loop {
-            let Some(local) = self.local_catalogue() else {
-                self.clock.sleep(self.settings.lease).await;
+            let Some(local) = self.context.local_catalogue() else {
+                self.context.clock.sleep(self.context.settings.lease).await;
                 continue;
             };
-            if self.catalogue_server.maps().is_gone() {
-                self.catalogue_server.is_lost();
+            if self.context.catalogue_server.maps().is_gone() {
+                self.context.catalogue_server.is_lost();
                 continue;
             }
             let hears = self.has_majority(&local).await;
@@ -215,9 +215,9 @@ impl Node {
             let wait = if local.is_read_only() {
                 READ_ONLY_ROUND
             } else {
-                renewal_interval(self.settings.lease)
+                renewal_interval(self.context.settings.lease)
             };
-            self.clock.sleep(wait).await;
+            self.context.clock.sleep(wait).await;
         }
     }
 
@@ -226,20 +226,24 @@ impl Node {
     pub(in crate::node) async fn has_majority(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
         // One that stands down has to find the other home, and its seeds may be itself alone.
-        self.remote.add_endpoints(nodes.iter().map(|view| node_address(&view.node)));
+        self.context.remote.add_endpoints(nodes.iter().map(|view| node_address(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
         for (node, hello) in self.hello_all(&nodes).await {
             if hello.map == Some(local.db_id()) && hello.revision > local.revision() {
-                self.catalogue_server.is_old_copy(&node.name, hello.revision, local.revision());
+                self.context.catalogue_server.is_old_copy(
+                    &node.name,
+                    hello.revision,
+                    local.revision(),
+                );
                 return false;
             }
             let is_other =
                 hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.db_id());
             if hello.epoch > local.epoch() || is_other {
                 tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
-                let noted = self.on_store(move |store| match hello.map {
+                let noted = self.context.on_store(move |store| match hello.map {
                     Some(map) if !is_other => store.note_db_id(hello.epoch, map),
                     // Two maps of one epoch: neither goes on.
                     _ => store.raise_epoch(if is_other { hello.epoch.next() } else { hello.epoch }),
@@ -256,10 +260,11 @@ impl Node {
                 heard += usize::from(node.storage);
             }
         }
-        let call = ClaimEpoch { epoch: local.epoch(), map: local.db_id(), home: self.address() };
+        let call =
+            ClaimEpoch { epoch: local.epoch(), map: local.db_id(), home: self.context.address() };
         let tells = behind.iter().map(|node| async {
             let to = node_address(node);
-            let told = self.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
+            let told = self.context.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
             if let Err(error) = &told {
                 tracing::info!(node = %node.name, %error, "it has not heard of this epoch");
             }
@@ -267,7 +272,7 @@ impl Node {
             usize::from(told.is_ok() && node.storage)
         });
         let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
-        self.catalogue_server.note_heard(heard, storage);
+        self.context.catalogue_server.note_heard(heard, storage);
         storage == 0 || heard >= majority(storage)
     }
 
@@ -279,16 +284,17 @@ impl Node {
         let ask = |node: NodeRecord| async move {
             let to = node_address(&node);
             let hello = self
+                .context
                 .caller
-                .call_within(&address(&to), &Hello { me: Some(self.record()) }, HELLO_LIMIT)
+                .call_within(&address(&to), &Hello { me: Some(self.context.record()) }, HELLO_LIMIT)
                 .await
                 .ok()?;
-            let seen = self.store.epoch();
+            let seen = self.context.store.epoch();
             if !hello.epoch.is_near(seen) {
                 tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "what it says of its epoch is not believed");
                 return None;
             }
-            (hello.cluster == self.settings.cluster).then_some((node, hello))
+            (hello.cluster == self.context.settings.cluster).then_some((node, hello))
         };
         let asks: Vec<_> = nodes.iter().cloned().map(ask).collect();
         let mut asks = stream::iter(asks).buffer_unordered(AT_ONCE);
@@ -306,10 +312,10 @@ impl Node {
             met.keys().cloned().collect()
         };
         let mut nodes: Vec<NodeRecord> =
-            self.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
+            self.context.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        self.remote.add_endpoints(nodes.iter().map(node_address));
-        self.on_store(move |store| store.put_members(&Members { nodes })).await?;
+        self.context.remote.add_endpoints(nodes.iter().map(node_address));
+        self.context.on_store(move |store| store.put_members(&Members { nodes })).await?;
         // A node that was met before the list was read and is not on it was taken off it.
         let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         met.retain(|name, _| !met_before.contains(name));

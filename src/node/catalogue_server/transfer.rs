@@ -53,9 +53,11 @@ impl Node {
 
     async fn transfer_now(&self, call: TransferCatalogue) -> Result<(), RemoteError> {
         let TransferCatalogue { copied, epoch, map, home } = call;
-        let local = match self.local_catalogue() {
+        let local = match self.context.local_catalogue() {
             Some(local) if epoch > local.epoch() && epoch.is_near(local.epoch()) => local,
-            None if self.store.epoch() == epoch && self.store.last_db_id() == Some(map) => {
+            None if self.context.store.epoch() == epoch
+                && self.context.store.last_db_id() == Some(map) =>
+            {
                 return Ok(());
             }
             _ => {
@@ -97,12 +99,12 @@ impl Node {
     }
 
     async fn move_now(&self) -> Result<MoveCatalogueAnswer, RemoteError> {
-        if self.local_catalogue().is_some() {
+        if self.context.local_catalogue().is_some() {
             return Err(remote_error(ErrorKind::Exists, "the catalogue is served here already"));
         }
         // Whoever answers is the home.
-        self.catalogue().nodes().await?;
-        let Some(old) = self.catalogue_address() else {
+        self.context.catalogue().nodes().await?;
+        let Some(old) = self.context.catalogue_address() else {
             return Err(remote_error(
                 ErrorKind::Unavailable,
                 "the catalogue has just moved: try again",
@@ -110,7 +112,7 @@ impl Node {
         };
         let epoch = self.next_epoch(&old).await?;
         let copied = self.copy_from(&old).await?;
-        let (map, home) = (DbId(self.entropy.id()), self.address());
+        let (map, home) = (DbId(self.context.entropy.id()), self.context.address());
         let order = TransferCatalogue { copied: copied.sum, epoch, map, home: home.clone() };
         self.end_old_server(&old, &order).await?;
         let entries = copied.entries;
@@ -127,7 +129,12 @@ impl Node {
         if self.has_majority(&local).await {
             local.set_read_only(false);
         }
-        Ok(MoveCatalogueAnswer { epoch, home: self.settings.name.clone(), from: old.name, entries })
+        Ok(MoveCatalogueAnswer {
+            epoch,
+            home: self.context.settings.name.clone(),
+            from: old.name,
+            entries,
+        })
     }
 
     /// From here on the copy is the catalogue.
@@ -138,10 +145,10 @@ impl Node {
     ) -> Result<Arc<LocalCatalogue>, RemoteError> {
         let (epoch, map) = (claim.epoch, claim.map);
         self.claim_epoch(claim).await?;
-        let kv = self.workers.run(move || copy.finish(epoch, map)).await??;
+        let kv = self.context.workers.run(move || copy.finish(epoch, map)).await??;
         let local = self.open_db(kv, epoch).await?;
         local.set_read_only(true);
-        self.catalogue_server.serve(local.clone());
+        self.context.catalogue_server.serve(local.clone());
         Ok(local)
     }
 
@@ -149,9 +156,10 @@ impl Node {
     /// answer: without them this daemon could change nothing afterwards.
     async fn next_epoch(&self, old: &NodeAddress) -> Result<Epoch, RemoteError> {
         let (members, heard) = self.gather_members().await?;
-        let hello = self.caller.call(old, &Hello { me: None }).await?;
+        let hello = self.context.caller.call(old, &Hello { me: None }).await?;
         if hello.map.is_none()
-            || (hello.epoch, hello.map) != (self.store.epoch(), self.store.last_db_id())
+            || (hello.epoch, hello.map)
+                != (self.context.store.epoch(), self.context.store.last_db_id())
         {
             let text = format!(
                 "this daemon has not heard yet of the catalogue that {} serves: try again in some seconds",
@@ -187,18 +195,19 @@ impl Node {
 
     /// Copies all entries of the catalogue at `old`, which holds still meanwhile.
     async fn copy_from(&self, old: &NodeAddress) -> Result<DbCopy, RemoteError> {
-        let held = self.caller.call(old, &PauseWrites {}).await?;
+        let held = self.context.caller.call(old, &PauseWrites {}).await?;
         let fresh = self.fresh_db().await?;
         let mut map = DbWriter::copy(fresh, held.revision);
         let (mut entries, mut after) = (0, None);
         loop {
             let page = ListKeys { prefix: String::new(), after: after.take(), limit: MAX_PAGE };
-            let page = self.caller.call(old, &page).await?;
-            self.caller.call(old, &PauseWrites {}).await?;
+            let page = self.context.caller.call(old, &page).await?;
+            self.context.caller.call(old, &PauseWrites {}).await?;
             let Some((last, ..)) = page.last() else { break };
             after = Some(last.clone());
             entries += page.len() as u64;
             map = self
+                .context
                 .workers
                 .run(move || {
                     for (key, value, revision) in &page {
@@ -209,6 +218,7 @@ impl Node {
                 .await??;
         }
         let (map, sum) = self
+            .context
             .workers
             .run(move || {
                 let sum = map.sum()?;
@@ -224,17 +234,17 @@ impl Node {
         old: &NodeAddress,
         order: &TransferCatalogue,
     ) -> Result<(), RemoteError> {
-        let until = self.clock.now() + TRANSFER_LIMIT;
+        let until = self.context.clock.now() + TRANSFER_LIMIT;
         loop {
-            match self.caller.call(old, order).await {
+            match self.context.caller.call(old, order).await {
                 Ok(()) => return Ok(()),
                 Err(error) if !error.kind().is_transient() => return Err(error.into()),
-                Err(error) if self.clock.now() >= until => {
+                Err(error) if self.context.clock.now() >= until => {
                     return Err(unknown_outcome(old, &error));
                 }
                 Err(error) => tracing::info!(%error, "the old home has not answered"),
             }
-            self.clock.sleep(TRANSFER_RETRY_WAIT).await;
+            self.context.clock.sleep(TRANSFER_RETRY_WAIT).await;
         }
     }
 }

@@ -1,8 +1,7 @@
 //! Removing saves that were deleted, aborted, superseded or retired: fence the shards, tombstone, sweep, forget
 //! (docs/semantics.md, 5).
 
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -14,7 +13,7 @@ use crate::catalogue::records::{
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
-use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
+use crate::id::{Generation, Job, NodeId, PeerName, ShardId, Step};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
@@ -23,20 +22,14 @@ use crate::node::quorum::majority;
 use crate::node::rpc::failure::remote_error;
 use crate::pipeline::coordinator::shard_roots;
 use crate::stage::{TracePoint, trace_point};
-use crate::store::{RecordScope, Store};
 use crate::topology::Directory;
 use crate::wire::calls::{PurgeSave, PutTombstone, RemoveAnswer};
 use crate::wire::{Call, RemoteError};
 
 /// A node with many small files takes long to remove them.
 const PURGE_LIMIT: Duration = Duration::from_secs(60);
-/// How often, and how long each time, a sweep waits for another one of the same save.
-const PURGE_WAITS: u32 = 100;
-const PURGE_WAIT: Duration = Duration::from_millis(100);
 /// Nodes asked at once.
 const AT_ONCE: usize = 32;
-/// Shards or stripes listed at a time.
-const PAGE: usize = 1024;
 
 /// How far a removal came.
 pub(in crate::node) struct RemovalOutcome {
@@ -67,7 +60,7 @@ impl Node {
         let answer = self.fence_and_purge(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
-            self.forget_save(&*self.catalogue(), job, step, entry).await?;
+            self.forget_save(&*self.context.catalogue(), job, step, entry).await?;
         }
         Ok(RemovalOutcome { answer, is_complete })
     }
@@ -88,7 +81,8 @@ impl Node {
         step: Step,
         entry: &Removing,
     ) -> Result<Vec<Removing>, RemoteError> {
-        let found = read::<Checkpoint>(&*self.catalogue(), &checkpoint_key(job, step)).await?;
+        let found =
+            read::<Checkpoint>(&*self.context.catalogue(), &checkpoint_key(job, step)).await?;
         let mut removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
         let at = removing.iter().position(|other| other.save == entry.save);
         removing.truncate(at.unwrap_or_default());
@@ -114,14 +108,14 @@ impl Node {
         what: &str,
         entry: &Removing,
     ) -> Result<(Directory, Vec<NodeId>), RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let roots = shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
         for root in &roots {
-            generation = generation.max(delete_shard_keys(&*catalogue, root.shard).await?);
+            generation = generation.max(fence_deleted_shard(&*catalogue, root.shard).await?);
         }
         let tombstone = Tombstone {
-            cluster: self.settings.cluster,
+            cluster: self.context.settings.cluster,
             save: entry.save,
             generation: generation.next(catalogue.epoch()),
             reason: entry.reason,
@@ -134,7 +128,7 @@ impl Node {
         let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
         let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
             RemoveReason::Aborted => usize::MAX,
-            _ => tolerated(self.settings.codes.iter().copied()),
+            _ => tolerated(self.context.settings.codes.iter().copied()),
         });
         // Readers without a catalogue ask more than half of the nodes, and must meet one that knows. An aborted save has no mark to outweigh.
         let storage = directory.storage().len();
@@ -163,7 +157,7 @@ impl Node {
         stream::iter(nodes.iter().copied())
             .map(|node| async move {
                 let to = directory.address(node)?;
-                match self.caller.call_within(&address(&to), call, PURGE_LIMIT).await {
+                match self.context.caller.call_within(&address(&to), call, PURGE_LIMIT).await {
                     Ok(_) => Some(node),
                     Err(error) => {
                         tracing::info!(node = %to.name, %error, "a removal waits for this node");
@@ -215,43 +209,6 @@ impl Node {
         Ok(())
     }
 
-    /// Removes a tombstoned save's files; answers with their bytes. One at a time per save: a long one is waited for by asking again.
-    pub(in crate::node) async fn purge_save(&self, save: SaveId) -> Result<u64, RemoteError> {
-        let mut waits = 0;
-        let mark = loop {
-            match ActiveSave::begin(&self.purging, save) {
-                Some(mark) => break mark,
-                None if waits == PURGE_WAITS => {
-                    let text = format!("save {save} is being swept here: ask again");
-                    return Err(remote_error(ErrorKind::Busy, text));
-                }
-                None => waits += 1,
-            }
-            self.clock.sleep(PURGE_WAIT).await;
-        };
-        // The mark goes with the job, which runs on when nobody waits for it any more, or with the wait for its turn.
-        self.on_store(move |store| {
-            let _mark = mark;
-            purge_files(store, save)
-        })
-        .await
-    }
-
-    /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.
-    pub(in crate::node) async fn ensure_not_removed(
-        &self,
-        save: SaveId,
-    ) -> Result<(), RemoteError> {
-        if self.is_tombstoned(save).await? {
-            self.purge_save(save).await?;
-            return Err(remote_error(
-                ErrorKind::Fenced,
-                format!("save {save} was removed meanwhile"),
-            ));
-        }
-        Ok(())
-    }
-
     /// Removes what `entry` names in the background.
     pub(in crate::node) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         self.spawn(|node| async move {
@@ -278,31 +235,8 @@ fn not_reached(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
-/// Saves that somebody here is at.
-pub(in crate::node) type ActiveSaves = Arc<Mutex<HashSet<SaveId>>>;
-
-/// The mark that somebody here is at a save, until it is dropped.
-pub(in crate::node) struct ActiveSave {
-    all: ActiveSaves,
-    save: SaveId,
-}
-
-impl ActiveSave {
-    /// `None`: it has the mark.
-    pub(in crate::node) fn begin(all: &ActiveSaves, save: SaveId) -> Option<Self> {
-        let is_new = all.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
-        is_new.then(|| Self { all: all.clone(), save })
-    }
-}
-
-impl Drop for ActiveSave {
-    fn drop(&mut self) {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.save);
-    }
-}
-
 /// Fences a shard for good; answers with its last generation.
-async fn delete_shard_keys(
+async fn fence_deleted_shard(
     catalogue: &dyn Catalogue,
     shard: ShardId,
 ) -> Result<Generation, RemoteError> {
@@ -322,60 +256,4 @@ async fn delete_shard_keys(
             Written::Other(other) => current = other,
         }
     }
-}
-
-fn purge_files(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
-    // The tombstone, or the grave that it left, must be durable here: it is the evidence.
-    let has_tombstone = store.tombstone(save)?.is_some();
-    if !has_tombstone && !store.is_recorded_removed(save)? {
-        let text = format!("no tombstone of save {save} is here: nothing is removed");
-        return Err(remote_error(ErrorKind::Denied, text));
-    }
-    trace_point(TracePoint::Sweep, save);
-    let mut bytes = 0;
-    let mut after = ShardId::before(save);
-    loop {
-        let page = store.list_shards(after, PAGE)?;
-        let ours: Vec<ShardId> = page.into_iter().filter(|shard| shard.save() == save).collect();
-        let Some(last) = ours.last() else { break };
-        after = Some(*last);
-        for shard in ours.into_iter().filter(|shard| *shard != ShardId::new(save, u32::MAX)) {
-            bytes += purge_shard(store, shard)?;
-        }
-    }
-    trace_point(TracePoint::Grave, save);
-    // Nothing is left to remove. The fence stays, in its small form; the tombstone goes when that is durable.
-    if has_tombstone && store.record_removed(save)? {
-        store.remove_tombstone(save)?;
-    }
-    Ok(bytes)
-}
-
-fn purge_shard(store: &Store, shard: ShardId) -> Result<u64, RemoteError> {
-    let mut bytes = 0;
-    let mut after = None;
-    loop {
-        let page = store.list_stripes(shard, after, PAGE)?;
-        let Some(last) = page.last() else { break };
-        after = Some(last.index);
-        for stripe in page {
-            for (key, file_bytes) in store.every_file(stripe)? {
-                if store.remove(key)? {
-                    bytes += file_bytes;
-                }
-            }
-            bytes += purge_records(store, RecordScope::Stripe(stripe))?;
-        }
-    }
-    Ok(bytes + purge_records(store, RecordScope::Shard(shard))?)
-}
-
-fn purge_records(store: &Store, scope: RecordScope) -> Result<u64, RemoteError> {
-    let mut bytes = 0;
-    for (name, len) in store.list_record_files(scope)? {
-        if store.remove_record_file(scope, &name)? {
-            bytes += len;
-        }
-    }
-    Ok(bytes)
 }

@@ -48,18 +48,18 @@ fn committed(job: &Job, step: Step) -> RemoteError {
 
 impl Node {
     async fn directory(&self) -> Result<Directory, RemoteError> {
-        Ok(Directory::new(self.catalogue().nodes().await?))
+        Ok(Directory::new(self.context.catalogue().nodes().await?))
     }
 
     /// The first configured code for which enough nodes are live.
     fn choose_code(&self, live: usize) -> Result<(u8, u8), RemoteError> {
-        let fits = self.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
+        let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
         fits.copied().ok_or_else(|| {
             if live == 0 {
                 let text = "no storage node has a lease: none runs, or the catalogue hears too few to change anything";
                 return remote_error(ErrorKind::Unavailable, text);
             }
-            let smallest = self.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
+            let smallest = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
             let text = format!(
                 "{live} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
             );
@@ -71,7 +71,7 @@ impl Node {
         self: &Arc<Self>,
         call: BeginSave,
     ) -> Result<BeginSaveAnswer, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let live = self.directory().await?.live_storage();
         let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
         let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
@@ -98,7 +98,7 @@ impl Node {
             lease_ms: period.as_millis() as u64,
             n,
             k,
-            block_bytes: self.settings.block_bytes,
+            block_bytes: self.context.settings.block_bytes,
             nodes,
         })
     }
@@ -130,8 +130,10 @@ impl Node {
                 Some(Writing::Open { lease: other, .. })
                     if catalogue.lease_touch(other, false).await? =>
                 {
-                    let gone =
-                        (self.settings.lease + scan_interval(self.settings.lease)).as_secs() + 1;
+                    let gone = (self.context.settings.lease
+                        + scan_interval(self.context.settings.lease))
+                    .as_secs()
+                        + 1;
                     let text = format!(
                         "{}/{} is being saved by another client: wait for it (one that is gone is given up within {gone} s), or save another step",
                         call.job, call.step
@@ -185,7 +187,7 @@ impl Node {
     }
 
     pub(in crate::node) async fn renew_lease(&self, call: RenewLease) -> Result<(), RemoteError> {
-        if self.catalogue().lease_touch(call.lease, true).await? {
+        if self.context.catalogue().lease_touch(call.lease, true).await? {
             Ok(())
         } else {
             Err(remote_error(
@@ -220,7 +222,7 @@ impl Node {
             let text = format!("node {node} of the ring of shard {} is not registered", root.name);
             return Err(remote_error(ErrorKind::Invalid, text));
         }
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let key = checkpoint_key(&root.job, root.step);
         let not_open = || {
             remote_error(ErrorKind::Fenced, format!("save {} is not open: save again", root.save))
@@ -265,7 +267,7 @@ impl Node {
     }
 
     async fn decide(self: &Arc<Self>, call: CommitSave) -> Result<Saved, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read::<Checkpoint>(&*catalogue, &key).await?;
         loop {
@@ -306,7 +308,7 @@ impl Node {
         call: &CommitSave,
         generation: Generation,
     ) -> Result<Saved, RemoteError> {
-        let roots = shard_roots(&*self.catalogue(), call.save).await?;
+        let roots = shard_roots(&*self.context.catalogue(), call.save).await?;
         // A checkpoint has a shard: without this, a commit of none would decide a save that has just begun.
         let complete = call.shards > 0
             && roots.len() == call.shards as usize
@@ -334,7 +336,7 @@ impl Node {
             shards: call.shards,
             len_bytes: roots.iter().map(|root| root.len_bytes).sum(),
             roots_hash,
-            saved_at: self.clock.wall_seconds(),
+            saved_at: self.context.clock.wall_seconds(),
         })
     }
 
@@ -345,7 +347,7 @@ impl Node {
         step: Step,
         saved: Saved,
     ) -> Result<Saved, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         // Before the roots are read: what an older catalogue says is not marked under a later epoch.
         let epoch = catalogue.epoch();
         let roots = shard_roots(&*catalogue, saved.save).await?;
@@ -395,7 +397,7 @@ impl Node {
     ) -> Result<Vec<NodeId>, RemoteError> {
         let tolerated = usize::from(root.k) - 1;
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
-        let (name, cluster) = (root.name.clone(), self.settings.cluster);
+        let (name, cluster) = (root.name.clone(), self.context.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
         let (marked, missed) = self.put_marks(directory, &ring, &call).await;
@@ -421,7 +423,8 @@ impl Node {
         mut marked: HashSet<NodeId>,
     ) -> Result<(), RemoteError> {
         let storage = directory.storage();
-        let mark = CommitMark { cluster: self.settings.cluster, saved: saved.clone(), root };
+        let mark =
+            CommitMark { cluster: self.context.settings.cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
         marked.retain(|node| storage.contains(node));
         let mut others: Vec<NodeId> =
@@ -459,7 +462,7 @@ impl Node {
             .map(|node| async move {
                 let to =
                     directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
-                let put = self.caller.call(&to, call).await;
+                let put = self.context.caller.call(&to, call).await;
                 // A node that does not answer is not asked again before the others.
                 directory.heard(node, !put.as_ref().is_err_and(CallError::is_unanswered));
                 put.map(|()| node).map_err(|error| error.to_string())
@@ -498,7 +501,7 @@ impl Node {
                 }
             }
         };
-        update(&*self.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
+        update(&*self.context.catalogue(), &checkpoint_key(&call.job, call.step), change).await?;
         if let Some(entry) = entry {
             self.remove_later(call.job, call.step, entry);
         }

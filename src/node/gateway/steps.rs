@@ -100,7 +100,7 @@ impl Node {
             Ok(Some(checkpoint))
         };
         trace_point(TracePoint::Removing, format_args!("{job}/{step}"));
-        update(&*self.catalogue(), &checkpoint_key(job, step), change).await?;
+        update(&*self.context.catalogue(), &checkpoint_key(job, step), change).await?;
         Ok(found)
     }
 
@@ -115,7 +115,7 @@ impl Node {
     }
 
     async fn list_catalogue(&self, call: ListSteps) -> Result<ListStepsAnswer, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let prefix = match &call.job {
             Some(job) => format!("{CHECKPOINTS}{job}/"),
             None => CHECKPOINTS.to_owned(),
@@ -165,7 +165,7 @@ impl Node {
     }
 
     async fn show_catalogue(&self, call: ShowStep) -> Result<ShowStepAnswer, RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let step = match call.step {
             None => self.latest(&call.job).await?,
             Some(step) => {
@@ -190,7 +190,8 @@ impl Node {
         call: GetShardState,
     ) -> Result<Option<ShardState>, RemoteError> {
         let known = async {
-            let state = read::<ShardState>(&*self.catalogue(), &state_key(call.shard)).await?;
+            let state =
+                read::<ShardState>(&*self.context.catalogue(), &state_key(call.shard)).await?;
             Ok(state.map(|(state, _)| state))
         };
         match self.try_catalogue(known).await {
@@ -207,7 +208,7 @@ impl Node {
         if asks == Role::Node {
             return Ok(self.served_catalogue()?.nodes().await?);
         }
-        match self.try_catalogue(async { Ok(self.catalogue().nodes().await?) }).await {
+        match self.try_catalogue(async { Ok(self.context.catalogue().nodes().await?) }).await {
             Some(answer) => answer,
             None => self.nodes_by_members().await,
         }
@@ -224,7 +225,7 @@ impl Node {
             Err(error) => return self.refuse(served, error.into()).await,
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
-        let (coordinator, stop) = (self.coordinator(), self.stop.clone());
+        let (coordinator, stop) = (self.context.coordinator(), self.stop.clone());
         let stopping =
             || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one goes on");
         let work = self.tasks.spawn(async move {

@@ -121,7 +121,7 @@ impl Node {
         &self,
         known: impl Future<Output = Result<T, RemoteError>>,
     ) -> Option<Result<T, RemoteError>> {
-        if self.local_catalogue().is_some() {
+        if self.context.local_catalogue().is_some() {
             return Some(known.await);
         }
         if self.outage_reader.is_unheard.load(Ordering::Relaxed) || self.cached_snapshot().is_some()
@@ -129,9 +129,9 @@ impl Node {
             return None;
         }
         // One short question finds out; what is asked may take its time.
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let probe = catalogue.get(PROBE);
-        deadline(&*self.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
+        deadline(&*self.context.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
         let known = known.await;
         let is_away = known.as_ref().is_err_and(|error| error.kind == ErrorKind::Unavailable);
         (!is_away).then_some(known)
@@ -139,7 +139,7 @@ impl Node {
 
     fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
         let look = self.outage_reader.look.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_fresh = |at: &Duration| self.clock.now() < at.saturating_add(SNAPSHOT_LASTS);
+        let is_fresh = |at: &Duration| self.context.clock.now() < at.saturating_add(SNAPSHOT_LASTS);
         look.as_ref().filter(|(at, _)| is_fresh(at)).map(|(_, look)| look.clone())
     }
 
@@ -190,7 +190,7 @@ impl Node {
             let text = format!("no node has a commit mark of that step of {}", call.job);
             return Err(remote_error(ErrorKind::NotFound, text));
         };
-        let after = self.clock.now().saturating_sub(SAVE_LASTS);
+        let after = self.context.clock.now().saturating_sub(SAVE_LASTS);
         let committed = self.committed_save(&look, marked, after).await?;
         let page = committed.shards.iter().skip(call.first_shard as usize);
         let shards = page
@@ -206,7 +206,7 @@ impl Node {
         self: &Arc<Self>,
         call: GetShardState,
     ) -> Result<Option<ShardState>, RemoteError> {
-        let asked_at = self.clock.now();
+        let asked_at = self.context.clock.now();
         let look = self.refresh_snapshot().await?;
         let save = call.shard.save();
         let marked = look.steps.values().find(|marked| marked.saved.save == save);
@@ -244,7 +244,7 @@ impl Node {
                 "no catalogue answers: reading by marks"
             );
             let mut last = node.outage_reader.look.lock().unwrap_or_else(PoisonError::into_inner);
-            *last = Some((node.clock.now(), look.clone()));
+            *last = Some((node.context.clock.now(), look.clone()));
             Ok(look)
         });
         work.await.map_err(|_| {
@@ -283,7 +283,7 @@ impl Node {
             now.is_some() && now == standing(&standings, &node.name)
         });
         let codes = marked.values().map(|found| (found.n, found.k));
-        look.quorum.bound(codes.chain(self.settings.codes.iter().copied()));
+        look.quorum.bound(codes.chain(self.context.settings.codes.iter().copied()));
         look.check_quorum(&look.heard)?;
         for (save, nodes) in &damaged {
             // The nodes without it say that it was never committed, if they are enough.
@@ -357,12 +357,17 @@ impl Node {
     async fn marks_on(&self, node: &NodeRecord) -> Result<(MarkedSaves, Vec<SaveId>), RemoteError> {
         let (mut saves, mut after) = (MarkedSaves::new(), None);
         let to = address(&node_address(node));
-        let damaged = match self.caller.call_within(&to, &ListDamagedMarks {}, PAGE_LIMIT).await {
-            Err(error) if is_unknown_call(&error) => Vec::new(),
-            damaged => damaged?,
-        };
+        let damaged =
+            match self.context.caller.call_within(&to, &ListDamagedMarks {}, PAGE_LIMIT).await {
+                Err(error) if is_unknown_call(&error) => Vec::new(),
+                damaged => damaged?,
+            };
         loop {
-            let page = self.caller.call_within(&to, &ListMarkedSaves { after }, PAGE_LIMIT).await?;
+            let page = self
+                .context
+                .caller
+                .call_within(&to, &ListMarkedSaves { after }, PAGE_LIMIT)
+                .await?;
             saves.extend(page.saves.into_iter().map(|found| (found.saved.save, found)));
             // A page goes on behind the one before; anything else would never end.
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
@@ -390,7 +395,9 @@ impl Node {
                     let mut gone = Vec::new();
                     for saves in all.chunks(SAVES_PER_PAGE) {
                         let call = FindRemovedSaves { saves: saves.to_vec() };
-                        gone.extend(self.caller.call_within(&to, &call, PAGE_LIMIT).await.ok()?);
+                        gone.extend(
+                            self.context.caller.call_within(&to, &call, PAGE_LIMIT).await.ok()?,
+                        );
                     }
                     Some((node, gone))
                 }
@@ -422,7 +429,7 @@ impl Node {
             {
                 return Ok(committed.clone());
             }
-            let at = node.clock.now();
+            let at = node.context.clock.now();
             let committed = Arc::new(node.read_committed_save(&look, &saved).await?);
             *last = Some(CollectedMarks { at, committed: committed.clone() });
             Ok(committed)
@@ -441,7 +448,7 @@ impl Node {
         if saved.shards > MAX_SHARDS {
             return Err(too_many("shards of one checkpoint"));
         }
-        let cluster = self.settings.cluster;
+        let cluster = self.context.settings.cluster;
         let evidence = Mutex::new(SaveEvidence::default());
         let add = |node: &NodeRecord, held: &ShardHolding| {
             let mut evidence = evidence.lock().unwrap_or_else(PoisonError::into_inner);
@@ -487,7 +494,7 @@ impl Node {
         }
         let mut gone = Vec::new();
         for save in call.saves {
-            if self.is_tombstoned(save).await? {
+            if self.fencing.is_tombstoned(save).await? {
                 gone.push(save);
             }
         }

@@ -118,7 +118,7 @@ impl Node {
         }
         let mut stream = FramedRecv::new(stream);
         let frame = stream.read_frame(MAX_STREAM_HEADER_BYTES);
-        let frame = deadline(&*self.clock, REQUEST_LIMIT, frame).await;
+        let frame = deadline(&*self.context.clock, REQUEST_LIMIT, frame).await;
         let header = match frame {
             Ok(Ok(Some(frame))) => parse_message::<StreamHeader>(&frame, "a stream header").ok(),
             _ => None,
@@ -133,7 +133,8 @@ impl Node {
     }
 
     async fn call(self: &Arc<Self>, mut served: OpenCall) {
-        let read = deadline(&*self.clock, REQUEST_LIMIT, self.request(&mut served.recv)).await;
+        let read =
+            deadline(&*self.context.clock, REQUEST_LIMIT, self.request(&mut served.recv)).await;
         let request = match read {
             Ok(Ok(Some(request))) => request,
             Ok(Ok(None)) => return,
@@ -200,7 +201,7 @@ impl Node {
         // Paths are the same on every machine: who asked has to know whose disk it is.
         let answer = answer.map_err(|failure| match failure.kind {
             ErrorKind::Io => {
-                let message = format!("node {}: {}", self.settings.name, failure.message);
+                let message = format!("node {}: {}", self.context.settings.name, failure.message);
                 RemoteError { message, ..failure }
             }
             _ => failure,
@@ -213,7 +214,7 @@ impl Node {
             },
         };
         let write = write_frame(&mut *served.send, MAX_FRAME_BYTES, bytes.into());
-        matches!(deadline(&*self.clock, ANSWER_LIMIT, write).await, Ok(Ok(())))
+        matches!(deadline(&*self.context.clock, ANSWER_LIMIT, write).await, Ok(Ok(())))
     }
 
     /// Parses, works, answers. The work ends when the caller resets its stream.
@@ -303,7 +304,7 @@ impl Node {
             DropReplicas::NUMBER => reply!(DropReplicas => |call| self.drop_replicas(call)),
             CopyReplica::NUMBER => reply!(CopyReplica => |call| self.copy_replica(call)),
             PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
-            PurgeSave::NUMBER => reply!(PurgeSave => |call| self.purge_save(call.save)),
+            PurgeSave::NUMBER => reply!(PurgeSave => |call| self.fencing.purge_save(call.save)),
             RebuildCatalogue::NUMBER => {
                 reply!(RebuildCatalogue => |call| self.rebuild_catalogue(call))
             }

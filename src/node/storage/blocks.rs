@@ -75,19 +75,22 @@ impl Node {
         share: &Arc<Budget>,
         bytes: u64,
     ) -> Result<Reservation, RemoteError> {
-        match deadline(&*self.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
+        match deadline(&*self.context.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
             Ok(Ok(reservation)) => Ok(reservation),
             Ok(Err(never)) => Err(remote_error(ErrorKind::Invalid, never.to_string())),
             Err(_) => Err(remote_error(
                 ErrorKind::Busy,
-                format!("node {} has no memory free for this now: try again", self.settings.name),
+                format!(
+                    "node {} has no memory free for this now: try again",
+                    self.context.settings.name
+                ),
             )),
         }
     }
 
     async fn next_chunk(&self, recv: &mut FramedRecv, left: u64) -> Result<Bytes, RemoteError> {
         let want = left.min(BULK_CHUNK_BYTES as u64) as usize;
-        Ok(deadline(&*self.clock, STALL_LIMIT, recv.read_exact(want)).await??)
+        Ok(deadline(&*self.context.clock, STALL_LIMIT, recv.read_exact(want)).await??)
     }
 
     pub(in crate::node) async fn put_block(
@@ -116,13 +119,13 @@ impl Node {
     }
 
     fn check_room(&self, bytes: u64) -> Result<(), RemoteError> {
-        let space = self.store.space()?;
+        let space = self.context.store.space()?;
         let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
-        let limit = space.total_bytes / 100 * u64::from(self.settings.high_water_percent);
+        let limit = space.total_bytes / 100 * u64::from(self.context.settings.high_water_percent);
         if used > limit {
             let text = format!(
                 "the disk of node {} is over its high-water mark of {} %: archive or remove checkpoints, or add disk",
-                self.settings.name, self.settings.high_water_percent
+                self.context.settings.name, self.context.settings.high_water_percent
             );
             // Not busy: this will not pass while somebody waits, and another node takes the block.
             return Err(remote_error(ErrorKind::Unavailable, text));
@@ -141,7 +144,7 @@ impl Node {
                 format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
             return Err(remote_error(ErrorKind::Invalid, text));
         }
-        self.check_writable(call.stripe.shard, call.generation).await?;
+        self.fencing.check_writable(call.stripe.shard, call.generation).await?;
         self.check_room(call.len_bytes)?;
         let AdmittedBlock { memory: _memory, mut forward } = match self.admit_block(&call).await? {
             Ok(admitted) => admitted,
@@ -174,7 +177,7 @@ impl Node {
             collect.lock().unwrap_or_else(PoisonError::into_inner).push(value);
         });
         let mut writer =
-            self.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
+            self.context.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
         let mut left = call.len_bytes;
         while left > 0 {
             let chunk = self.next_chunk(recv, left).await?;
@@ -188,7 +191,7 @@ impl Node {
             writer = stored?;
         }
         let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
-        let frame = deadline(&*self.clock, STALL_LIMIT, frame).await??;
+        let frame = deadline(&*self.context.clock, STALL_LIMIT, frame).await??;
         let missing = || remote_error(ErrorKind::Invalid, "the block's trailer is missing");
         let trailer: BlockTrailer =
             parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
@@ -207,10 +210,10 @@ impl Node {
             }
         };
         trace_point(TracePoint::Block, format_args!("{}/{}", call.stripe, call.block));
-        let finishing = self.on_store(move |_| writer.finish(Some(root)));
+        let finishing = self.context.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.ensure_not_removed(call.stripe.shard.save()).await?;
+        self.fencing.ensure_not_removed(call.stripe.shard.save()).await?;
         Ok(Some(PutBlockAnswer { forwarded }))
     }
 
@@ -225,7 +228,7 @@ impl Node {
             return Ok(Ok(AdmittedBlock { memory: mine().await?, forward: None }));
         };
         let (memory, forward);
-        if self.id < NodeId::of(&to.name) {
+        if self.context.id < NodeId::of(&to.name) {
             memory = mine().await?;
             forward = Forward::open(self, to, call).await;
         } else {
@@ -240,7 +243,7 @@ impl Node {
         mut writer: BlockWriter,
         chunk: Bytes,
     ) -> Result<BlockWriter, RemoteError> {
-        self.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
+        self.context.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
     }
 
     pub(in crate::node) async fn read_file(self: &Arc<Self>, request: Request, served: OpenCall) {
@@ -279,10 +282,11 @@ impl Node {
                 source.read(from, &mut chunk);
                 Ok::<_, StoreError>(chunk)
             };
-            let Ok(chunk) = self.on_store(read).await else {
+            let Ok(chunk) = self.context.on_store(read).await else {
                 return served.send.reset(ErrorKind::Io.wire_code());
             };
-            match deadline(&*self.clock, STALL_LIMIT, served.send.write(chunk.into())).await {
+            match deadline(&*self.context.clock, STALL_LIMIT, served.send.write(chunk.into())).await
+            {
                 Ok(Ok(())) => from += len,
                 _ => return served.send.reset(ErrorKind::Timeout.wire_code()),
             }
@@ -293,7 +297,7 @@ impl Node {
     async fn open_read(&self, call: ReadFile) -> Result<(OpenRead, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let memory = self.reserve_memory(&self.budgets.restore, READ_BYTES).await?;
-        let file = self.on_store(move |store| store.open_file(key)).await?;
+        let file = self.context.on_store(move |store| store.open_file(key)).await?;
         let len_bytes = file.info().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
         let Some(end) = end else {
@@ -321,7 +325,7 @@ impl Node {
             remote_error(ErrorKind::Invalid, text)
         })?;
         let memory = self.reserve_memory(&self.budgets.restore, READ_BYTES).await?;
-        let file = self.on_store(move |store| store.open_source(key)).await?;
+        let file = self.context.on_store(move |store| store.open_source(key)).await?;
         let answer = match file.tail() {
             Some((header, tree)) => {
                 let hashes = if call.hashes { tree.hashes().to_vec() } else { Vec::new() };
@@ -336,7 +340,7 @@ impl Node {
         &self,
         call: ListFiles,
     ) -> Result<Vec<FileView>, RemoteError> {
-        let files = self.on_store(move |store| store.find(call.stripe)).await?;
+        let files = self.context.on_store(move |store| store.find(call.stripe)).await?;
         let view = |info: &FileInfo| FileView {
             file: info.content.name(),
             len_bytes: info.len_bytes,
@@ -347,7 +351,7 @@ impl Node {
 
     pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
         self.ensure_replicated(call.stripe).await?;
-        self.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
+        self.fencing.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
         let copied = self.store_copy(&call).await;
         let is_bad =
             |error: &RemoteError| matches!(error.kind, ErrorKind::Corrupt | ErrorKind::NotFound);
@@ -355,13 +359,13 @@ impl Node {
             Err(error) if is_bad(&error) => {
                 // The source looks for itself, so that the next coordinator finds it damaged.
                 let file = FileName::Replica { block: call.block };
-                report_damage(&self.caller, &call.from, call.stripe, file).await;
+                report_damage(&self.context.caller, &call.from, call.stripe, file).await;
                 tracing::info!(stripe = %call.stripe, %error, "a replica is gathered from grains");
                 self.rebuild_from_grains(call.stripe, call.block).await?;
             }
             copied => copied?,
         }
-        self.ensure_not_removed(call.stripe.shard.save()).await?;
+        self.fencing.ensure_not_removed(call.stripe.shard.save()).await?;
         self.ensure_replicated(call.stripe).await
     }
 
@@ -386,10 +390,10 @@ impl Node {
             hashes: false,
         };
         let to = address(&call.from);
-        let mut exchange = self.caller.open(&to, &read).await?;
+        let mut exchange = self.context.caller.open(&to, &read).await?;
         exchange.finish().await?;
         let answer: ReadFileAnswer =
-            deadline(&*self.clock, STALL_LIMIT, exchange.answer()).await??;
+            deadline(&*self.context.clock, STALL_LIMIT, exchange.answer()).await??;
         if answer.len_bytes != call.len_bytes {
             let text = format!("{key} on node {} is not the block of the record", call.from.name);
             return Err(remote_error(ErrorKind::Corrupt, text));
@@ -400,7 +404,7 @@ impl Node {
             layout: LAYOUT_STANDARD,
             len_bytes: call.len_bytes,
         };
-        let mut writer = self.on_store(move |store| store.write_block(spec, None)).await?;
+        let mut writer = self.context.on_store(move |store| store.write_block(spec, None)).await?;
         let mut left = call.len_bytes;
         while left > 0 {
             let chunk = self.next_chunk(&mut exchange.recv, left).await?;
@@ -410,13 +414,13 @@ impl Node {
         // Whatever the source is or says: the bytes are those of the record, or none.
         let root = call.root;
         trace_point(TracePoint::Fetch, key);
-        self.on_store(move |_| writer.finish(Some(root))).await?;
+        self.context.on_store(move |_| writer.finish(Some(root))).await?;
         Ok(())
     }
 
     pub(in crate::node) async fn reserve_part(&self, call: ReservePart) -> Result<(), RemoteError> {
         let order = call.order;
-        self.check_order(order.stripe.shard, order.generation, order.coordinator).await?;
+        self.fencing.check_order(order.stripe.shard, order.generation, order.coordinator).await?;
         Ok(self.executor.reserve(order).await?)
     }
 
@@ -442,9 +446,9 @@ impl Node {
             return Err(RunError::Unknown.into());
         };
         let result = self.executor.run(run, given_up).await;
-        self.ensure_not_removed(stripe.shard.save()).await?;
+        self.fencing.ensure_not_removed(stripe.shard.save()).await?;
         if let Err(error) = &result {
-            tracing::warn!(node = %self.settings.name, %error, "a part of a plan failed");
+            tracing::warn!(node = %self.context.settings.name, %error, "a part of a plan failed");
             if let RunError::Store(StoreError::Conflict { key })
             | RunError::Hop { source: HopError::Store(StoreError::Conflict { key }), .. } = error
             {
@@ -470,17 +474,18 @@ impl Node {
     /// An unequal piece of an attempt without a receipt was never proven: it makes room for the next try.
     async fn quarantine_unproven(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
-        self.on_store(move |store| {
-            let judged = store.open_file(key)?;
-            let receipt =
-                store.get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
-            if receipt.is_none() {
-                let why = "another piece of the same attempt, never proven";
-                store.quarantine(key, Some(&judged), why)?;
-            }
-            Ok::<_, StoreError>(())
-        })
-        .await
+        self.context
+            .on_store(move |store| {
+                let judged = store.open_file(key)?;
+                let receipt = store
+                    .get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
+                if receipt.is_none() {
+                    let why = "another piece of the same attempt, never proven";
+                    store.quarantine(key, Some(&judged), why)?;
+                }
+                Ok::<_, StoreError>(())
+            })
+            .await
     }
 
     pub(in crate::node) async fn release_part(&self, call: ReleasePart) -> Result<(), RemoteError> {
@@ -499,11 +504,11 @@ impl Forward {
     async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, RemoteError> {
         let call = PutBlock { forward: None, ..call.clone() };
         let open = async {
-            let mut exchange = node.caller.open(&address(to), &call).await?;
+            let mut exchange = node.context.caller.open(&address(to), &call).await?;
             let _: BlockAdmitted = exchange.answer().await?;
             Ok::<_, CallError>(exchange)
         };
-        match deadline(&*node.clock, FORWARD_LIMIT, open).await {
+        match deadline(&*node.context.clock, FORWARD_LIMIT, open).await {
             Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
             // The error is this node's, not the second holder's, which must not count as having refused.
@@ -514,11 +519,12 @@ impl Forward {
 
     async fn write(&mut self, node: &Node, chunk: Bytes) {
         if let Ok(exchange) = &mut self.exchange {
-            let failed = match deadline(&*node.clock, STALL_LIMIT, exchange.write(chunk)).await {
-                Ok(Ok(())) => return,
-                Ok(Err(error)) => error.to_string(),
-                Err(late) => late.to_string(),
-            };
+            let failed =
+                match deadline(&*node.context.clock, STALL_LIMIT, exchange.write(chunk)).await {
+                    Ok(Ok(())) => return,
+                    Ok(Err(error)) => error.to_string(),
+                    Err(late) => late.to_string(),
+                };
             self.exchange = Err(self.explain(node, failed).await);
         }
     }
@@ -526,8 +532,12 @@ impl Forward {
     /// A holder that refuses says why before it stops the stream.
     async fn explain(&mut self, node: &Node, failed: String) -> String {
         let Ok(exchange) = &mut self.exchange else { return failed };
-        match deadline(&*node.clock, Duration::from_secs(1), exchange.answer::<PutBlockAnswer>())
-            .await
+        match deadline(
+            &*node.context.clock,
+            Duration::from_secs(1),
+            exchange.answer::<PutBlockAnswer>(),
+        )
+        .await
         {
             Ok(Err(error)) if !error.is_unanswered() => error.to_string(),
             _ => failed,
@@ -543,7 +553,7 @@ impl Forward {
             exchange.finish().await?;
             exchange.answer::<PutBlockAnswer>().await
         };
-        match deadline(&*node.clock, STALL_LIMIT, work).await {
+        match deadline(&*node.context.clock, STALL_LIMIT, work).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(error)) => Err(error.to_string()),
             Err(late) => Err(late.to_string()),

@@ -76,11 +76,11 @@ impl Node {
         &self,
         call: ListSources,
     ) -> Result<Vec<SourceView>, RemoteError> {
-        let sources = self.on_store(move |store| store.sources(call.stripe)).await?;
+        let sources = self.context.on_store(move |store| store.sources(call.stripe)).await?;
         let mut views = Vec::with_capacity(sources.len());
         for source in sources {
             let key = FileKey { stripe: call.stripe, name: source.file };
-            if source.damaged.is_some() && !self.store.is_damaged(key) {
+            if source.damaged.is_some() && !self.context.store.is_damaged(key) {
                 // The index does not have it: somebody put it back, or its damage is news.
                 self.mend_queue.add_check(key);
             }
@@ -96,12 +96,13 @@ impl Node {
     /// Looks at a file, and moves nothing.
     pub(in crate::node) async fn check_file(&self, key: FileKey) -> Result<FileCheck, RemoteError> {
         let alone = self.mend_queue.looking.clone().lock_owned().await;
-        self.on_store(move |store| {
-            // It goes on when nobody waits for it any more, and so does its turn.
-            let _alone = alone;
-            store.check_file(key)
-        })
-        .await
+        self.context
+            .on_store(move |store| {
+                // It goes on when nobody waits for it any more, and so does its turn.
+                let _alone = alone;
+                store.check_file(key)
+            })
+            .await
     }
 
     /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. One that is another file than its name says goes to
@@ -115,7 +116,7 @@ impl Node {
             }
             (FileCheck::Misplaced(why), _) => {
                 let why = why.clone();
-                self.on_store(move |store| store.quarantine(key, None, &why)).await?;
+                self.context.on_store(move |store| store.quarantine(key, None, &why)).await?;
             }
             _ => {}
         }
@@ -124,19 +125,19 @@ impl Node {
 
     /// Mends what is reported, one after the other, and looks again at what is damaged.
     pub(in crate::node) async fn run_mending(self: Arc<Self>) {
-        for key in self.store.unchecked_files() {
+        for key in self.context.store.unchecked_files() {
             self.check_again(key).await;
         }
-        let mut next_round = self.clock.now() + LOOK_AGAIN;
+        let mut next_round = self.context.clock.now() + LOOK_AGAIN;
         loop {
-            let left = next_round.saturating_sub(self.clock.now());
+            let left = next_round.saturating_sub(self.context.clock.now());
             tokio::select! {
                 () = self.mend_queue.now.notified() => {}
-                () = self.clock.sleep(left) => {
-                    for (key, _) in self.store.damaged_files() {
+                () = self.context.clock.sleep(left) => {
+                    for (key, _) in self.context.store.damaged_files() {
                         self.check_again(key).await;
                     }
-                    next_round = self.clock.now() + LOOK_AGAIN;
+                    next_round = self.context.clock.now() + LOOK_AGAIN;
                 }
             }
             while let Some(key) = self.mend_queue.next_check() {
@@ -170,9 +171,9 @@ impl Node {
         block: u8,
     ) -> Result<(), RemoteError> {
         self.ensure_replicated(stripe).await?;
-        self.ensure_not_removed(stripe.shard.save()).await?;
+        self.fencing.ensure_not_removed(stripe.shard.save()).await?;
         self.rebuild_from_grains(stripe, block).await?;
-        self.ensure_not_removed(stripe.shard.save()).await?;
+        self.fencing.ensure_not_removed(stripe.shard.save()).await?;
         self.ensure_replicated(stripe).await
     }
 
@@ -182,14 +183,14 @@ impl Node {
         stripe: StripeId,
         block: u8,
     ) -> Result<(), RemoteError> {
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let key = root_key(stripe.shard.save(), stripe.shard.index());
         let gone = || remote_error(ErrorKind::NotFound, format!("shard {} is gone", stripe.shard));
         let (root, _) = read::<ShardRoot>(&*catalogue, &key).await?.ok_or_else(gone)?;
         let directory = Directory::new(catalogue.nodes().await?);
-        let leaves = shard_records::fetch_leaves(&self.caller, &directory, &root).await?;
+        let leaves = shard_records::fetch_leaves(&self.context.caller, &directory, &root).await?;
         let info = shard_records::fetch_stripe_record(
-            &self.caller,
+            &self.context.caller,
             &directory,
             &root,
             &leaves,
@@ -202,14 +203,14 @@ impl Node {
         })?;
         self.executor.check_room(expected.len_bytes)?;
         let _memory = self.reserve_memory(&self.budgets.save, PUT_BYTES).await?;
-        let (caller, entropy) = (self.caller.clone(), self.entropy.clone());
+        let (caller, entropy) = (self.context.caller.clone(), self.context.entropy.clone());
         let reading =
-            ReadSession::new(caller, self.workers.clone(), entropy, directory, Vec::new());
+            ReadSession::new(caller, self.context.workers.clone(), entropy, directory, Vec::new());
         let start = info.fixed.cut.offset_bytes + info.fixed.cut.block_offset(block);
         let range = start..start + expected.len_bytes;
         let spec =
             BlockSpec { stripe, block, layout: LAYOUT_STANDARD, len_bytes: expected.len_bytes };
-        let writer = self.on_store(move |store| store.write_block(spec, None)).await?;
+        let writer = self.context.on_store(move |store| store.write_block(spec, None)).await?;
         let sink = Arc::new(OrderedWriter::new(start, writer));
         let (root, mut looks) = (Arc::new(root), 0);
         loop {
@@ -224,7 +225,7 @@ impl Node {
         let missing = || remote_error(ErrorKind::Internal, "a gathered block is not whole");
         let writer = sink.take().ok_or_else(missing)?;
         trace_point(TracePoint::Fetch, FileKey::replica(stripe, block));
-        self.on_store(move |_| writer.finish(Some(expected.root))).await?;
+        self.context.on_store(move |_| writer.finish(Some(expected.root))).await?;
         Ok(())
     }
 
@@ -265,7 +266,7 @@ impl Node {
 
     /// Damaged files, for people: how many replicas and pieces, and the first by name.
     pub(in crate::node) fn damage_warning(&self, named: usize) -> Option<String> {
-        let files = self.store.damaged_files();
+        let files = self.context.store.damaged_files();
         let replicas =
             files.iter().filter(|(key, _)| matches!(key.name, FileName::Replica { .. })).count();
         let pieces = files.len() - replicas;

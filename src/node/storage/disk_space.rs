@@ -30,6 +30,7 @@ impl Node {
         loop {
             let disk = disk.clone();
             let looked = self
+                .context
                 .on_store(move |_| adjust_reserve(&*disk).map_err(crate::store::StoreError::from));
             match looked.await {
                 Ok(state) => {
@@ -44,13 +45,13 @@ impl Node {
                     told = text;
                 }
             }
-            self.clock.sleep(LOOK_EVERY).await;
+            self.context.clock.sleep(LOOK_EVERY).await;
         }
     }
 
     /// Gives tombstones in slots their files, where there is room now.
     pub(in crate::node) async fn empty_slots(&self) {
-        if let Err(error) = self.on_store(|store| store.empty_slots()).await {
+        if let Err(error) = self.context.on_store(|store| store.empty_slots()).await {
             tracing::debug!(%error, "tombstones stay in their slots");
         }
     }
@@ -58,12 +59,12 @@ impl Node {
     /// What an operator should do about the disk.
     pub(in crate::node) async fn disk_space_warnings(&self) -> Vec<String> {
         let mut notes = Vec::new();
-        if let Err(error) = self.on_store(|store| store.try_to_write()).await {
+        if let Err(error) = self.context.on_store(|store| store.try_to_write()).await {
             notes.push(format!(
                 "its data folder takes no writes ({error}): nothing is stored there"
             ));
         }
-        if !self.store.has_slots() {
+        if !self.context.store.has_slots() {
             notes.push("it has no slots for tombstones, so `rm` may fail when its disk is full: free space".into());
         }
         if self.disk_space.is_reserve_given_up.load(Ordering::Relaxed) {

@@ -78,12 +78,13 @@ impl Node {
         };
         let stripe = call.stripe;
         let mut files = Vec::new();
-        for name in self.on_store(move |store| store.file_names(stripe)).await? {
+        for name in self.context.on_store(move |store| store.file_names(stripe)).await? {
             let _turn = self.exam_limit.turn.lock().await;
             files.extend(self.examine_file(FileKey { stripe, name }).await?);
         }
         let with_shard = call.with_shard;
-        let records = self.on_store(move |store| examine_records(store, stripe, with_shard));
+        let records =
+            self.context.on_store(move |store| examine_records(store, stripe, with_shard));
         let records = records.await?;
         for view in &records {
             self.damaged_records.set(stripe.shard, view.record, view.digest.is_none());
@@ -99,14 +100,16 @@ impl Node {
                 FileCheck::Damaged(damage) => Some(damage.grains.clone()),
                 FileCheck::Misplaced(_) => return Ok(None),
                 FileCheck::Gone => {
-                    let names = self.on_store(move |store| store.file_names(key.stripe)).await?;
+                    let names =
+                        self.context.on_store(move |store| store.file_names(key.stripe)).await?;
                     if names.contains(&key.name) {
                         continue;
                     }
                     return Ok(None);
                 }
             };
-            let content = self.on_store(move |store| Ok::<_, StoreError>(content_of(store, key)));
+            let content =
+                self.context.on_store(move |store| Ok::<_, StoreError>(content_of(store, key)));
             let content = content.await?;
             if damaged.is_some() || content.is_some() {
                 return Ok(Some(SourceView { file: key.name, content, damaged }));
@@ -120,7 +123,7 @@ impl Node {
         let known: Vec<_> =
             self.damaged_records.lock().values().take(MAX_READ_AGAIN).copied().collect();
         for (shard, record) in known {
-            let read = self.on_store(move |store| read_record(store, shard, record)).await;
+            let read = self.context.on_store(move |store| read_record(store, shard, record)).await;
             self.damaged_records.set(shard, record, matches!(read, Ok(Some(None))));
         }
         let records = self.damaged_records.lock();

@@ -1,16 +1,21 @@
 //! What may still be done to a shard here: tombstones, commit marks, fences and the epoch (docs/semantics.md, 2).
 
-use std::sync::PoisonError;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::format::records::{CommitMark, Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::active_saves::ActiveSaves;
+use crate::node::background::registration::Registration;
+use crate::node::context::NodeContext;
 use crate::node::rpc::failure::remote_error;
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
 
+/// The most tombstones, and the most fences, that are kept in memory; older ones are read from disk.
+const MAX_CACHED_TOMBSTONES: usize = 65_536;
 /// Small records of a shard or stripe, by name.
 pub(in crate::node) const LEAVES: &str = "leaves";
 pub(in crate::node) const MARK: &str = "commit";
@@ -24,15 +29,48 @@ pub(in crate::node) fn receipt_name(attempt: crate::id::Attempt) -> String {
     format!("{RECEIPT_PREFIX}{attempt}")
 }
 
-impl Node {
+/// Decides which writes this node still takes for a shard, and removes what was written too late. It caches tombstones and fences, and makes
+/// newer fences durable before an order is obeyed.
+pub(in crate::node) struct Fencing {
+    pub(super) context: Arc<NodeContext>,
+    fences: Mutex<HashMap<ShardId, Fence>>,
+    tombstones: Mutex<HashMap<SaveId, bool>>,
+    /// Held while a fence is read and raised: two orders must not both read the old one.
+    raising: Arc<Mutex<()>>,
+    registration: Arc<Registration>,
+    pub(super) purging: ActiveSaves,
+}
+
+impl Fencing {
+    /// Creates the service with empty caches.
+    pub(in crate::node) fn new(context: Arc<NodeContext>, registration: Arc<Registration>) -> Self {
+        let (fences, tombstones, raising, purging) = Default::default();
+        Self { context, fences, tombstones, raising, registration, purging }
+    }
+
     /// Whether the save was aborted, deleted, superseded or retired, as far as this node was told.
     pub(in crate::node) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, RemoteError> {
         if let Some(known) = self.cached_tombstone(save) {
             return Ok(known);
         }
-        let found = self.on_store(move |store| is_removed(store, save)).await?;
+        let found = self.context.on_store(move |store| is_removed(store, save)).await?;
         self.cache_tombstone(save, found);
         Ok(found)
+    }
+
+    fn cached_tombstone(&self, save: SaveId) -> Option<bool> {
+        let cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.get(&save).copied()
+    }
+
+    /// Remembers whether the save has a tombstone. A save that has one never loses it.
+    pub(in crate::node) fn cache_tombstone(&self, save: SaveId, is_there: bool) {
+        let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
+        if cache.len() >= MAX_CACHED_TOMBSTONES {
+            cache.clear();
+        }
+        // A tombstone may be written between the read of the disk and this line, so that `true` stays.
+        *cache.entry(save).or_default() |= is_there;
     }
 
     /// Refuses what comes too late for the save, or from an epoch that is over.
@@ -45,7 +83,7 @@ impl Node {
             let gone = format!("save {} was aborted, removed or superseded", shard.save());
             return Err(remote_error(ErrorKind::Fenced, gone));
         }
-        self.on_store(move |store| store.raise_epoch(generation.epoch)).await
+        self.context.on_store(move |store| store.raise_epoch(generation.epoch)).await
     }
 
     /// For a client's writes: besides, what is committed never changes.
@@ -54,8 +92,8 @@ impl Node {
         shard: ShardId,
         generation: Generation,
     ) -> Result<(), RemoteError> {
-        if !self.settings.storage {
-            let name = &self.settings.name;
+        if !self.context.settings.storage {
+            let name = &self.context.settings.name;
             return Err(remote_error(
                 ErrorKind::Invalid,
                 format!("node {name} stores no data (storage = false)"),
@@ -64,7 +102,7 @@ impl Node {
         self.check_epoch(generation.epoch).await?;
         self.check_not_fenced(shard, generation).await?;
         // Owners are given what is committed only: their orders say it as well as a mark, which not every node has.
-        let settled = self.on_store(move |store| {
+        let settled = self.context.on_store(move |store| {
             let scope = RecordScope::Shard(shard);
             let is_settled = store.get_record_file(scope, MARK)?.is_some()
                 || store.get_record_file(scope, FENCE)?.is_some();
@@ -81,11 +119,11 @@ impl Node {
 
     /// A client names an epoch and cannot raise one: a wrong number would shut this node out of its own cluster for good.
     async fn check_epoch(&self, epoch: Epoch) -> Result<(), RemoteError> {
-        if epoch <= self.store.epoch() {
+        if epoch <= self.context.store.epoch() {
             return Ok(());
         }
         // Registering tells the catalogue's epoch, which a node that has just started may not know yet.
-        let answer = self.register_here().await?;
+        let answer = self.registration.register_here().await?;
         if epoch > answer.epoch {
             let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
             return Err(remote_error(ErrorKind::Invalid, text));
@@ -117,12 +155,15 @@ impl Node {
             Some(fence) if fence.generation > generation => return Err(refuse(&fence)),
             _ => {}
         }
-        // One at a time per node: two orders must not both read the old fence.
-        let next = Fence { generation, holder };
-        let fence = self.on_store(move |store| raise_fence(store, shard, next)).await?;
+        let (next, raising) = (Fence { generation, holder }, self.raising.clone());
+        let fence = self.context.on_store(move |store| {
+            let _one_at_a_time = raising.lock().unwrap_or_else(PoisonError::into_inner);
+            raise_fence(store, shard, next)
+        });
+        let fence = fence.await?;
         self.ensure_not_removed(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
-        if fences.len() >= crate::node::MAX_CACHED_TOMBSTONES {
+        if fences.len() >= MAX_CACHED_TOMBSTONES {
             fences.clear();
         }
         let known = fences.entry(shard).or_insert(fence);
@@ -135,8 +176,6 @@ impl Node {
 
 /// Raises a shard's durable fence to `next` unless it is higher; answers with what it is then.
 fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, RemoteError> {
-    static RAISING: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    let _one_at_a_time = RAISING.lock().unwrap_or_else(PoisonError::into_inner);
     let scope = RecordScope::Shard(shard);
     if let Some(bytes) = store.get_record_file(scope, FENCE)? {
         let current = Fence::parse(&bytes)?;
@@ -175,9 +214,12 @@ pub(in crate::node) fn marked_save(
 }
 
 /// Parses a tombstone of this cluster.
-pub(in crate::node) fn tombstone(node: &Node, bytes: &[u8]) -> Result<Tombstone, RemoteError> {
+pub(in crate::node) fn tombstone(
+    context: &NodeContext,
+    bytes: &[u8],
+) -> Result<Tombstone, RemoteError> {
     let tombstone = Tombstone::parse(bytes)?;
-    if tombstone.cluster != node.settings.cluster {
+    if tombstone.cluster != context.settings.cluster {
         return Err(remote_error(
             ErrorKind::Denied,
             "a tombstone of another cluster is no evidence here",

@@ -21,9 +21,10 @@ impl Node {
         &self,
         quarantined: u64,
     ) -> Result<Vec<String>, RemoteError> {
-        let mut notes: Vec<String> = self.catalogue_server.note().into_iter().collect();
+        let mut notes: Vec<String> = self.context.catalogue_server.note().into_iter().collect();
         notes.extend(self.disk_space_warnings().await);
         let (found, aside) = self
+            .context
             .on_store(|store| {
                 Ok::<_, crate::store::StoreError>((store.found(), store.quarantined()?))
             })

@@ -25,7 +25,7 @@ impl Node {
         &self,
         call: ListInventory,
     ) -> Result<InventoryPage, RemoteError> {
-        self.on_store(move |store| inventory_page(store, call.after, call.only)).await
+        self.context.on_store(move |store| inventory_page(store, call.after, call.only)).await
     }
 
     /// Saves that this node has a mark of, in order.
@@ -33,7 +33,9 @@ impl Node {
         &self,
         call: ListMarkedSaves,
     ) -> Result<MarkedSavesPage, RemoteError> {
-        self.on_store(move |store| marked_saves_page(store, call.after, MARKS_PER_PAGE)).await
+        self.context
+            .on_store(move |store| marked_saves_page(store, call.after, MARKS_PER_PAGE))
+            .await
     }
 }
 

@@ -7,4 +7,5 @@ pub(super) mod examine;
 pub(super) mod fencing;
 pub(super) mod health;
 pub(super) mod inventory;
+pub(super) mod purge;
 pub(super) mod records;

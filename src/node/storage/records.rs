@@ -50,7 +50,7 @@ fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, Remote
 
 impl Node {
     pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), RemoteError> {
-        self.check_writable(call.shard, call.generation).await?;
+        self.fencing.check_writable(call.shard, call.generation).await?;
         let fixed = match call.record {
             RecordName::Leaves => {
                 let leaves = Leaves::parse(&call.bytes)?;
@@ -83,9 +83,10 @@ impl Node {
             }
             _ => Leaves::parse(old).is_err() || old == fixed,
         };
-        self.on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
+        self.context
+            .on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
             .await?;
-        self.ensure_not_removed(call.shard.save()).await
+        self.fencing.ensure_not_removed(call.shard.save()).await
     }
 
     pub(in crate::node) async fn get_record(
@@ -94,7 +95,7 @@ impl Node {
     ) -> Result<Option<Vec<u8>>, RemoteError> {
         let (scope, name) = record_location(call.shard, call.record);
         let GetRecord { shard, record } = call;
-        let read = self.on_store(move |store| {
+        let read = self.context.on_store(move |store| {
             let bytes = store.get_record_file(scope, &name)?;
             let is_damaged = bytes.as_ref().is_some_and(|bytes| is_damaged(record, bytes));
             Ok::<_, StoreError>((bytes, is_damaged))
@@ -107,74 +108,79 @@ impl Node {
     }
 
     pub(in crate::node) async fn put_places(&self, call: PutPlaces) -> Result<(), RemoteError> {
-        self.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
+        self.fencing.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
         check_stripe_record(&call.bytes, call.stripe)?;
         let (shard, index) = (call.stripe.shard, call.stripe.index);
         let (scope, name) = record_location(shard, RecordName::Stripe { index });
-        self.on_store(move |store| store.put_record_file(scope, &name, &call.bytes)).await?;
-        self.ensure_not_removed(shard.save()).await
+        self.context
+            .on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
+            .await?;
+        self.fencing.ensure_not_removed(shard.save()).await
     }
 
     pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), RemoteError> {
         let mark = CommitMark::parse(&call.bytes)?;
-        if mark.cluster != self.settings.cluster || mark.root.save != mark.saved.save {
+        if mark.cluster != self.context.settings.cluster || mark.root.save != mark.saved.save {
             return Err(remote_error(ErrorKind::Denied, "a mark of another cluster or save"));
         }
         let shard = mark.root.shard;
-        self.check_not_fenced(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
+        self.fencing.check_not_fenced(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
         trace_point(TracePoint::Mark, shard);
-        self.on_store(move |store| {
-            store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
-            // A claim may have come in between; its rebuild may not have seen this.
-            store.raise_epoch(call.epoch)
-        })
-        .await?;
-        self.ensure_not_removed(shard.save()).await
+        self.context
+            .on_store(move |store| {
+                store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
+                // A claim may have come in between; its rebuild may not have seen this.
+                store.raise_epoch(call.epoch)
+            })
+            .await?;
+        self.fencing.ensure_not_removed(shard.save()).await
     }
 
     /// A receipt names this node's piece only if the piece is here.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
-        if receipt.cluster != self.settings.cluster {
+        if receipt.cluster != self.context.settings.cluster {
             return Err(remote_error(ErrorKind::Denied, "a receipt of another cluster"));
         }
-        self.check_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
-        let (me, save) = (self.id, receipt.stripe.shard.save());
-        self.on_store(move |store| {
-            check_pieces(store, me, &receipt)?;
-            trace_point(TracePoint::Receipt, receipt.stripe);
-            let scope = RecordScope::Stripe(receipt.stripe);
-            store.put_record_file(scope, &receipt_name(receipt.attempt), &call.bytes)?;
-            store.raise_epoch(call.owner.epoch).map_err(RemoteError::from)
-        })
-        .await?;
-        self.ensure_not_removed(save).await
+        self.fencing.check_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
+        let (me, save) = (self.context.id, receipt.stripe.shard.save());
+        self.context
+            .on_store(move |store| {
+                check_pieces(store, me, &receipt)?;
+                trace_point(TracePoint::Receipt, receipt.stripe);
+                let scope = RecordScope::Stripe(receipt.stripe);
+                store.put_record_file(scope, &receipt_name(receipt.attempt), &call.bytes)?;
+                store.raise_epoch(call.owner.epoch).map_err(RemoteError::from)
+            })
+            .await?;
+        self.fencing.ensure_not_removed(save).await
     }
 
     pub(in crate::node) async fn put_tombstone(
         &self,
         call: PutTombstone,
     ) -> Result<(), RemoteError> {
-        let tombstone = tombstone(self, &call.bytes)?;
+        let tombstone = tombstone(&self.context, &call.bytes)?;
         let save = tombstone.save;
-        self.on_store(move |store| {
-            let epoch = tombstone.generation.epoch;
-            store.raise_epoch(epoch)?;
-            // Its grave says the same, and its files are gone.
-            if store.is_recorded_removed(save)? {
-                return Ok(());
-            }
-            // What was decided is never aborted: who says so has an old catalogue.
-            if tombstone.reason == RemoveReason::Aborted && has_mark(store, save)? {
-                let text = format!("save {save} has a commit mark here: it was not aborted");
-                return Err(remote_error(ErrorKind::Denied, text));
-            }
-            trace_point(TracePoint::Tombstone, save);
-            store.put_tombstone(save, &call.bytes)?;
-            store.raise_epoch(epoch).map_err(RemoteError::from)
-        })
-        .await?;
-        self.cache_tombstone(save, true);
+        self.context
+            .on_store(move |store| {
+                let epoch = tombstone.generation.epoch;
+                store.raise_epoch(epoch)?;
+                // Its grave says the same, and its files are gone.
+                if store.is_recorded_removed(save)? {
+                    return Ok(());
+                }
+                // What was decided is never aborted: who says so has an old catalogue.
+                if tombstone.reason == RemoveReason::Aborted && has_mark(store, save)? {
+                    let text = format!("save {save} has a commit mark here: it was not aborted");
+                    return Err(remote_error(ErrorKind::Denied, text));
+                }
+                trace_point(TracePoint::Tombstone, save);
+                store.put_tombstone(save, &call.bytes)?;
+                store.raise_epoch(epoch).map_err(RemoteError::from)
+            })
+            .await?;
+        self.fencing.cache_tombstone(save, true);
         Ok(())
     }
 
@@ -184,7 +190,8 @@ impl Node {
         &self,
         stripe: StripeId,
     ) -> Result<(), RemoteError> {
-        let state = read::<ShardState>(&*self.catalogue(), &state_key(stripe.shard)).await?;
+        let state =
+            read::<ShardState>(&*self.context.catalogue(), &state_key(stripe.shard)).await?;
         let state = state.and_then(|(state, _)| state.stripe(stripe.index));
         let Some(StripeState::Archived { attempt, generation, dropped, .. }) = state else {
             return Ok(());
@@ -205,16 +212,16 @@ impl Node {
     ) -> Result<DropReplicasAnswer, RemoteError> {
         let stripe = call.stripe;
         // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.
-        if self.on_store(move |store| store.every_file(stripe)).await?.is_empty() {
+        if self.context.on_store(move |store| store.every_file(stripe)).await?.is_empty() {
             return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
         }
-        let catalogue = self.catalogue();
+        let catalogue = self.context.catalogue();
         let state = read::<ShardState>(&*catalogue, &state_key(stripe.shard)).await?;
-        let (asked, seen) = (catalogue.epoch(), self.store.epoch());
+        let (asked, seen) = (catalogue.epoch(), self.context.store.epoch());
         if asked < seen {
             let text = format!(
                 "the catalogue that node {} asks is of epoch {asked}, and epoch {seen} has begun: order the drop again",
-                self.settings.name
+                self.context.settings.name
             );
             return Err(remote_error(ErrorKind::Fenced, text));
         }
@@ -233,28 +240,32 @@ impl Node {
                 return Err(remote_error(ErrorKind::Fenced, text));
             }
         };
-        let me = self.id;
-        self.on_store(move |store| {
-            let name = receipt_name(call.attempt);
-            let bytes = store.get_record_file(RecordScope::Stripe(stripe), &name)?;
-            let missing = || {
-                remote_error(ErrorKind::NotFound, format!("no receipt of stripe {stripe} is here"))
-            };
-            let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
-            if receipt.attempt != call.attempt
-                || receipt.generation != call.generation
-                || receipt.code != code
-            {
-                return Err(remote_error(
-                    ErrorKind::Corrupt,
-                    format!("the receipt of stripe {stripe} here is another's"),
-                ));
-            }
-            check_pieces(store, me, &receipt)?;
-            trace_point(TracePoint::Drop, stripe);
-            drop_files(store, me, &receipt)
-        })
-        .await
+        let me = self.context.id;
+        self.context
+            .on_store(move |store| {
+                let name = receipt_name(call.attempt);
+                let bytes = store.get_record_file(RecordScope::Stripe(stripe), &name)?;
+                let missing = || {
+                    remote_error(
+                        ErrorKind::NotFound,
+                        format!("no receipt of stripe {stripe} is here"),
+                    )
+                };
+                let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
+                if receipt.attempt != call.attempt
+                    || receipt.generation != call.generation
+                    || receipt.code != code
+                {
+                    return Err(remote_error(
+                        ErrorKind::Corrupt,
+                        format!("the receipt of stripe {stripe} here is another's"),
+                    ));
+                }
+                check_pieces(store, me, &receipt)?;
+                trace_point(TracePoint::Drop, stripe);
+                drop_files(store, me, &receipt)
+            })
+            .await
     }
 }
 

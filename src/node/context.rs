@@ -1,0 +1,97 @@
+//! The parts of a node that every service may use.
+
+use std::sync::Arc;
+
+use super::NodeSettings;
+use super::catalogue_server::serving::CatalogueServer;
+use crate::catalogue::Catalogue;
+use crate::catalogue::local::LocalCatalogue;
+use crate::catalogue::remote::RemoteCatalogue;
+use crate::clock::Clock;
+use crate::entropy::Entropy;
+use crate::format::records as formats;
+use crate::id::NodeId;
+use crate::net::call::Caller;
+use crate::pipeline::coordinator::Coordinator;
+use crate::store::Store;
+use crate::wire::{NodeAddress, RemoteError};
+use crate::workers::Workers;
+
+/// Identity, settings and machine of a node, and its way to the catalogue. It holds no state of a service.
+pub(super) struct NodeContext {
+    pub(super) settings: NodeSettings,
+    pub(super) id: NodeId,
+    pub(super) store: Store,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) entropy: Arc<dyn Entropy>,
+    pub(super) workers: Workers,
+    pub(super) caller: Arc<Caller>,
+    /// The catalogue, where this node serves it.
+    pub(super) catalogue_server: CatalogueServer,
+    /// The catalogue, where another node serves it.
+    pub(super) remote: Arc<RemoteCatalogue>,
+}
+
+impl NodeContext {
+    pub(super) fn catalogue(&self) -> Arc<dyn Catalogue> {
+        match self.local_catalogue() {
+            Some(local) => local,
+            None => self.remote.clone(),
+        }
+    }
+
+    /// The catalogue, if it is served here.
+    pub(super) fn local_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
+        self.catalogue_server.served(&self.store)
+    }
+
+    /// Where this node believes the catalogue to be.
+    pub(super) fn catalogue_address(&self) -> Option<NodeAddress> {
+        if self.local_catalogue().is_some() {
+            return Some(self.address());
+        }
+        self.remote.server(self.store.epoch())
+    }
+
+    pub(super) fn address(&self) -> NodeAddress {
+        NodeAddress { name: self.settings.name.clone(), host_port: self.settings.advertise.clone() }
+    }
+
+    pub(super) fn record(&self) -> formats::Node {
+        record_of(&self.settings)
+    }
+
+    pub(super) fn coordinator(&self) -> Coordinator {
+        Coordinator {
+            cluster: self.settings.cluster,
+            me: self.id,
+            catalogue: self.catalogue(),
+            caller: self.caller.clone(),
+            clock: self.clock.clone(),
+            entropy: self.entropy.clone(),
+        }
+    }
+
+    /// Runs blocking work on the store off the network's threads.
+    pub(super) async fn on_store<T, E>(
+        &self,
+        work: impl FnOnce(&Store) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, RemoteError>
+    where
+        T: Send + 'static,
+        E: Into<RemoteError> + Send + 'static,
+    {
+        let store = self.store.clone();
+        self.workers.run(move || work(&store)).await?.map_err(Into::into)
+    }
+}
+
+pub(super) fn record_of(settings: &NodeSettings) -> formats::Node {
+    formats::Node {
+        name: settings.name.clone(),
+        address: settings.advertise.clone(),
+        zone: settings.zone.clone(),
+        rack: settings.rack.clone(),
+        storage: settings.storage,
+    }
+}

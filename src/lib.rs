@@ -1,8 +1,9 @@
 //! Checkpoint storage that distributed trainers trust.
 //!
-//! The library is a house of floors (`docs/architecture.md`); a floor uses only the floors below it.
+//! The library is built in layers (`docs/architecture.md`); a layer uses only the layers below it.
 //!
-//! Without the feature `cluster` only what a trainer's process needs is built: formats, and the trainer's side of staging.
+//! Without the feature `cluster`, only the parts that a trainer's process needs are built: the
+//! formats and the trainer's side of staging.
 
 #[cfg(feature = "cluster")]
 pub mod budget;
@@ -42,3 +43,8 @@ pub mod units;
 pub mod wire;
 #[cfg(feature = "cluster")]
 pub mod workers;
+
+/// The Rust example of the README, compiled as a doc test.
+#[cfg(all(doctest, feature = "cluster"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

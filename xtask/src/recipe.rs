@@ -82,11 +82,7 @@ impl Run {
         } else {
             self.skip("benches: there is no benches/*.rs");
         }
-        if self.root.join("deny.toml").is_file() && self.has(&["deny", "--version"]) {
-            self.cargo("advisories and licences", &["deny", "--locked", "check"], &[])?;
-        } else {
-            self.skip("advisories and licences: cargo-deny or its deny.toml is not here");
-        }
+        self.deny()?;
         Ok(())
     }
 
@@ -232,6 +228,22 @@ impl Run {
     fn has_benches(&self) -> bool {
         let entries = std::fs::read_dir(self.root.join("benches")).into_iter().flatten().flatten();
         entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|e| e == "rs"))
+    }
+
+    /// Checks licences, bans and sources without a network, and advisories where their database can be fetched.
+    fn deny(&mut self) -> Result<()> {
+        if !self.has(&["deny", "--version"]) {
+            self.skip("licences, bans, sources and advisories: cargo-deny is not installed");
+            return Ok(());
+        }
+        let check = ["deny", "--offline", "--locked", "check"];
+        let offline = [&check[..], &["licenses", "bans", "sources"]].concat();
+        self.cargo("licences, bans and sources", &offline, &[])?;
+        if !self.has(&["deny", "--locked", "fetch"]) {
+            self.skip("advisories: their database cannot be fetched");
+            return Ok(());
+        }
+        self.cargo("advisories", &[&check[..], &["advisories"]].concat(), &[])
     }
 
     fn has(&self, arguments: &[&str]) -> bool {
